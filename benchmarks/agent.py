@@ -39,8 +39,8 @@ from typing import Any
 from traceloom.agent.config import HistorySettings, MetricRule
 from traceloom.agent.history import History
 from traceloom.agent.metrics import Reading
-from traceloom.agent.snapshot import Board
-from traceloom.agent.triggers.watches import MetricWatch, SeriesValues, of_rule
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.triggers.watches import MetricWatch, SeriesValues, match_rule_series
 from traceloom.server.client import AgentClient
 
 LIMITS = {
@@ -191,7 +191,7 @@ def a_day(directory: Path) -> None:
 
 def rules() -> None:
     """300 rules, each for a job of its own, among 7,400 series delivered every 10 s and looked at each second."""
-    board = Board()
+    board = Snapshot()
     of_jobs = [MetricRule(name=f"r{n}", metric="gpu_flops", below=-1.0, for_seconds=30.0) for n in range(2)]
     of_jobs += [
         MetricRule(
@@ -199,7 +199,7 @@ def rules() -> None:
         )
         for job in range(298)
     ]
-    values = SeriesValues(board, [of_rule(rule) for rule in of_jobs])
+    values = SeriesValues(board, [match_rule_series(rule) for rule in of_jobs])
     watches = [MetricWatch(rule, values, lambda _: True) for rule in of_jobs]
     fresh, quiet = [], []
     for tick in range(200):
@@ -252,8 +252,8 @@ def polls(directory: Path, args: argparse.Namespace) -> None:
     sockets = directory / "kineto" / str(os.geteuid())
     torch = importlib.util.find_spec("torch")
     assert torch is not None
-    assert torch.origin is not None
-    library = os.open(Path(torch.origin).parent / "lib" / "libtorch_cpu.so", os.O_RDONLY)
+    assert torch.launch_position is not None
+    library = os.open(Path(torch.launch_position).parent / "lib" / "libtorch_cpu.so", os.O_RDONLY)
     mapped = mmap.mmap(library, 4096, prot=mmap.PROT_READ)  # which clients inherit, and the step clock looks for
     counts = mmap.mmap(-1, 16 * args.clients)  # of each: answers, late ones
     clients = []

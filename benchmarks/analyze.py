@@ -33,7 +33,7 @@ from typing import Any
 import traceloom
 from traceloom.report import ReportOptions
 from traceloom.report.document import UnknownValues
-from traceloom.report.sections import CORE, KEYS, every, reasons
+from traceloom.report.sections import CORE, EXTRA_KEYS, collect_reasons, load_extra_sections
 from traceloom.report.sections.section import Measurements, measure
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
@@ -55,11 +55,11 @@ def once(trace: Trace) -> dict[str, float]:
     fresh = dataclasses.replace(trace)
     options, session = ReportOptions(), Session((fresh,), "one")
     times = {"core": spent(partial(measure, fresh, None, by_shape=False))[0]}
-    sections = every()
+    sections = load_extra_sections()
     for section in sections:
         taken, result = spent(partial(section.measure, fresh, options))
         study = Measurements(session, session, options, [result])
-        built, _ = spent(partial(section.build, study, UnknownValues(session.epoch_ns, reasons(sections))))
+        built, _ = spent(partial(section.build, study, UnknownValues(session.epoch_ns, collect_reasons(sections))))
         times[section.key] = taken + built
     return times
 
@@ -89,7 +89,7 @@ def by_turns(path: Path, runs: int) -> tuple[float, float]:
 
     Without the cache; medians of runs that take turns.
     """
-    took: dict[str, list[float]] = {CORE: [], ",".join((CORE, *KEYS)): []}
+    took: dict[str, list[float]] = {CORE: [], ",".join((CORE, *EXTRA_KEYS)): []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(runs):
             for only, times in took.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import polars as pl
 
-from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.kernel_kinds import classify_kinds
 from traceloom.formats import load
 from traceloom.graph import link_session
 from traceloom.workload.simulate.device import rescale
@@ -30,7 +30,7 @@ def table(directory: Path, model: str, pair: tuple[str, str, str]) -> pl.DataFra
     work = answer.account.account.filter(~pl.col("rule").is_in(["host", "communication"]))
     predicted = work.group_by("kind").agg(pl.col(COLUMNS[:4]).sum())
     trace = there.traces[0]
-    measured = kinds(trace).select(pl.col("kind").cast(pl.String), measured_ns=trace.gpu_work()["duration_ns"])
+    measured = classify_kinds(trace).select(pl.col("kind").cast(pl.String), measured_ns=trace.gpu_work()["duration_ns"])
     both = predicted.join(
         measured.group_by("kind").agg(pl.col("measured_ns").sum()), on="kind", how="full", coalesce=True
     )

@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 import traceloom
-from traceloom.capture.manifest import nearest
-from traceloom.changes.bounds import least_ns
+from traceloom.capture.manifest import select_nearest_steps
+from traceloom.changes.bounds import compute_lower_bound_ns
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import scenario_of
 from traceloom.findings import RULES, Context, Ranked, findings, rank
@@ -163,7 +163,9 @@ def predicted(folder: Path) -> Ranked:
         recorded = [number for number, state in enumerate(states) if state == "recorded"]
         plain = [number for number, state in enumerate(states)
                  if state == "unrecorded" and number > 2 and (number < FROM or number % 2 == 0)]  # fmt: skip
-        ran, ran_plain = ([times[number] for number in some] for some in (recorded, nearest(plain, recorded)))
+        ran, ran_plain = (
+            [times[number] for number in some] for some in (recorded, select_nearest_steps(plain, recorded))
+        )
         ratios.append(statistics.median(ran) / statistics.median(ran_plain))
     context.host_ratio = max(ratios, default=None)
     return rank(context, RULES)
@@ -245,7 +247,7 @@ def _answers(job: Job, changes: Iterable[tuple[str, Change]], ranks: Collection[
     for text, change in changes:
         scenario = scenario_of(graph, [parse(text)])
         after = int(np.ptp(scenario.times(plan)))
-        impossible = after < least_ns(graph, scenario, window) - graph.nodes.height
+        impossible = after < compute_lower_bound_ns(graph, scenario, window) - graph.nodes.height
         yield Answer(text, window, _window(job.run(change), ranks), after, impossible)
 
 

@@ -41,8 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.sessions import busy_step
-from traceloom.fleet.analyses.attribution import attribution, periods
-from traceloom.fleet.analyses.kernels import top_kernels
+from traceloom.fleet.analyses.attribution import compute_ownership_periods, divide_device_time
+from traceloom.fleet.analyses.kernels import list_top_kernels
 from traceloom.fleet.questions.catalogue import QUESTIONS
 from traceloom.fleet.questions.declaration import Period, QuestionFrames
 from traceloom.fleet.rules import Prices
@@ -50,9 +50,9 @@ from traceloom.fleet.service.committer import WriterProcess
 from traceloom.fleet.service.executors import DaskEngine, ProcessEngine
 from traceloom.fleet.service.pipeline import CapturePipeline
 from traceloom.fleet.service.tasks import EngineTask, TaskFile
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
-from traceloom.fleet.store.objects import Objects
-from traceloom.fleet.store.schema import hours, minutes
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord, ServiceState
+from traceloom.fleet.store.objects import ObjectStore
+from traceloom.fleet.store.schema import compute_usage_hours, compute_usage_minutes
 from traceloom.fleet.store.tables import Tables
 from traceloom.formats import load
 from traceloom.testing import TraceBuilder
@@ -144,7 +144,7 @@ def kernel_rows(folder: Path, count: int) -> None:
         tables.commit("captures", number, {"kernels": frame, "captures": about, "devices": ranks})
     say(f"write {count:,} kernel rows", cpu_s() - began[0], time.perf_counter() - began[1])
     began = cpu_s(), time.perf_counter()
-    result = top_kernels(tables.scan("kernels"), tables.scan("captures"))
+    result = list_top_kernels(tables.scan("kernels"), tables.scan("captures"))
     cpu = cpu_s() - began[0]
     assert result.rows.height == 100
     say("top kernels", cpu, time.perf_counter() - began[1], verdict("top kernels", cpu))
@@ -194,8 +194,8 @@ def usage_day(folder: Path, devices: int) -> None:
         frame = seen(devices, number * 5, 5)
         made_cpu += cpu_s() - before[0]
         made_s += time.perf_counter() - before[1]
-        rows = minutes(frame)
-        tables.commit("usage", number, {"usage_minute": rows, "usage_hour": hours(rows)})
+        rows = compute_usage_minutes(frame)
+        tables.commit("usage", number, {"usage_minute": rows, "usage_hour": compute_usage_hours(rows)})
         total += rows.height
     cpu = cpu_s() - began[0] - made_cpu
     wall = time.perf_counter() - began[1] - made_s
@@ -217,7 +217,7 @@ def month(folder: Path, devices: int) -> None:
     """30 days of hours, each with jobs of its own on 8 devices; then hours, energy and cost by three dimensions."""
     tables = Tables(str(folder))
     tables.create()
-    day_rows = hours(minutes(seen(devices, 0, 2)))
+    day_rows = compute_usage_hours(compute_usage_minutes(seen(devices, 0, 2)))
     jobs = []
     for number in range(30):
         of_day = [
@@ -241,8 +241,8 @@ def month(folder: Path, devices: int) -> None:
     prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"default": 2.0})
     for _ in range(2):
         began = cpu_s(), time.perf_counter()
-        owned = periods(tables.scan("jobs"), tables.scan("owners"))
-        result = attribution(tables.scan("usage_hour"), owned, ["division", "product", "user"], prices)
+        owned = compute_ownership_periods(tables.scan("jobs"), tables.scan("owners"))
+        result = divide_device_time(tables.scan("usage_hour"), owned, ["division", "product", "user"], prices)
         cpu, wall = cpu_s() - began[0], time.perf_counter() - began[1]
         assert result.level(0)["device_ms"].item() == day_rows["device_ms"].sum() * 24 * 30
     say(f"a month by owner: {rows:,} rows, {owned.height:,} jobs", cpu, wall, verdict("a month by owner", wall))
@@ -288,12 +288,12 @@ def captures(folder: Path, count: int) -> None:
 
 def around(folder: Path, captures: list[Path]) -> tuple[float, float]:
     """CPU seconds of a capture, from its receipt to its commit, of the service itself and of its writer of tables."""
-    state, objects, tables = State(str(folder / "state.db")), Objects(str(folder)), Tables(str(folder))
+    state, objects, tables = ServiceState(str(folder / "state.db")), ObjectStore(str(folder)), Tables(str(folder))
     writer = WriterProcess(str(folder / "state.db"), str(folder))
     writer.create()
     for at in captures:
         contents = {path.name: path.read_bytes() for path in sorted(at.iterdir())}
-        files = tuple(FileOfCapture(name, len(of), hashlib.sha256(of).hexdigest()) for name, of in contents.items())
+        files = tuple(CaptureFile(name, len(of), hashlib.sha256(of).hexdigest()) for name, of in contents.items())
         size = sum(map(len, contents.values()))
         record = CaptureRecord(
             id=at.name, day=DAY.isoformat(), job="job", uploader="ada", received_ns=DAY_NS, complete=False, bytes=size,

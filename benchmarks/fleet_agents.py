@@ -34,7 +34,7 @@ from traceloom.agent.fleet_link.protocol import (
 )
 from traceloom.cli.upload import FleetClient
 from traceloom.errors import TraceloomError
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.captures import ServiceState
 
 DEVICES, BEAT_S, POLL_S = 8, 10.0, 30
 CLOCK = ClockOffset(offset_ns=1_000_000, error_ns=300_000, round_trips=16)
@@ -216,7 +216,7 @@ async def measured(port: int, pid: int, client: FleetClient, agents: int, second
 
 def agents_of_fleet(folder: Path, agents: int, seconds: float) -> dict[str, float]:
     """Run the service and so many agents for a while; what it cost."""
-    state = State(str(folder / "store" / "state.db"))
+    state = ServiceState(str(folder / "store" / "state.db"))
     for number in range(agents):
         state.put_host(f"node{number:04}", f"secret{number}")
     state.close()

@@ -27,7 +27,7 @@ import numpy as np
 import traceloom
 from traceloom.analyze import gate, gate_summary
 from traceloom.analyze.gate_summary import OperatorCalls
-from traceloom.trace.session import WARM_UP
+from traceloom.trace.session import WARM_UP_STEPS
 
 BATCHES = 20
 Pools = tuple[list[gate_summary.RunSummary], list[gate_summary.RunSummary]]
@@ -89,7 +89,7 @@ def record(folder: Path, steps: int, batches: int) -> gate_summary.RunSummary:
 
 def timed(file: Path) -> gate_summary.RunSummary:
     """The processor times of a run that was not recorded."""
-    took = [float(ns) for ns in json.loads(file.read_text(encoding="utf-8"))][WARM_UP:]
+    took = [float(ns) for ns in json.loads(file.read_text(encoding="utf-8"))][WARM_UP_STEPS:]
     return gate_summary.RunSummary(file.stem, [], OperatorCalls([], [], []), took, [0], {"step_time": took[:1]}, {})
 
 

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.memory_answers import answers, explain
-from traceloom.analyze.memory_owners import slices
-from traceloom.trace.trace import SCHEMAS, Meta, Trace, empty
+from traceloom.analyze.memory_answers import build_allocations, explain
+from traceloom.analyze.memory_owners import iterate_block_tables
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, make_empty_frame
 
 LIMIT_SECONDS = 20
 LIMIT_SCOPE_US = 1.0
@@ -64,7 +64,7 @@ def made(events: int) -> Trace:
     names += [f"aten::op{k}" for k in range(12)] * (ops // 12 + 1)
     category = np.concatenate([np.zeros(steps + scopes, dtype=np.int64), np.ones(ops, dtype=np.int64)])[order]
     step = (start[order] // (SCOPES_PER_STEP * OPS_PER_SCOPE * 1000)).astype(np.int32)
-    frame = empty("events")
+    frame = make_empty_frame("events")
     count = order.size
     columns: dict[str, Any] = {
         name: pl.repeat(None, count, dtype=kind, eager=True) for name, kind in frame.schema.items()
@@ -91,7 +91,7 @@ def made(events: int) -> Trace:
     marks = pl.DataFrame(
         {"step": np.arange(steps), "start_ns": step_start, "end_ns": np.append(step_start[1:], end.max())}
     )
-    frames = {name: empty(name) for name in SCHEMAS}
+    frames = {name: make_empty_frame(name) for name in SCHEMAS}
     frames |= {
         "events": pl.DataFrame(columns).select(frame.columns).cast(dict(frame.schema)),
         "lanes": lanes,
@@ -166,7 +166,7 @@ def events(count: int) -> bool:
     print(f"  the trace itself                       {bare:8.2f} GB resident")
     started = time.process_time()
     known = explain(trace)
-    found = answers(known)
+    found = build_allocations(known)
     spent = time.process_time() - started
     peak = int(found.pools["peak_bytes"][0])
     more = resident_gb()[1] - bare
@@ -175,7 +175,7 @@ def events(count: int) -> bool:
     assert int(trace.allocations["bytes"].cum_sum().max()) == peak
     for whole, label in ((False, "name,bytes"), (True, "all columns")):
         started, size = time.process_time(), 0
-        for part in slices(trace, known.named, known.kinds, known.whose, whole=whole):
+        for part in iterate_block_tables(trace, known.named, known.kinds, known.whose, full_table=whole):
             text = io.BytesIO()
             part.write_csv(text, include_header=False)
             size += text.tell()

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
-from traceloom.agent.probes.calls import CallProbes, ProbedCall, unsupported
-from traceloom.agent.probes.elf import mappings, open_mapped
+from traceloom.agent.probes.calls import CallProbes, ProbedCall, explain_unsupported
+from traceloom.agent.probes.elf import open_mapped, read_mappings
 from traceloom.agent.probes.python_frames import PythonFrames
 from traceloom.agent.probes.steps import StepProbes
 from traceloom.agent.probes.symbols import Symbols
@@ -205,7 +205,7 @@ class Job:
 def step_clock(pid: int, times: list[float]) -> Iterator[None]:
     start = time.perf_counter()
     probes = StepProbes()
-    library = next(mapping for mapping in mappings(pid) if mapping.path.endswith("/libtorch_cpu.so"))
+    library = next(mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so"))
     attached, lacks = probes.attach(open_mapped(pid, library))
     times.append(time.perf_counter() - start)
     assert not lacks, lacks
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
-    if why := unsupported()[0]:
+    if why := explain_unsupported()[0]:
         sys.exit(f"no probes here: {why}")
     job = Job()
     attaching: list[float] = []

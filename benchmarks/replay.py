@@ -36,7 +36,7 @@ import traceloom
 from traceloom.testing.host_trace_builder import HostTraceBuilder
 from traceloom.workload.replay.plan import RankPlan
 from traceloom.workload.replay.planning import make_plan
-from traceloom.workload.replay.running import Execution, RunOptions
+from traceloom.workload.replay.running import PlanRunner, RunOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "examples"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -121,7 +121,7 @@ def small_ops(count: int) -> RankPlan:
 
 def cost_per_op(rounds: int, count: int = 5000) -> float:
     """What a pass takes longer per op than a loop that calls the same function, ns."""
-    execution = Execution(small_ops(count), torch.device("cpu"), RunOptions())
+    execution = PlanRunner(small_ops(count), torch.device("cpu"), RunOptions())
     add = torch.ops.aten.add.Tensor._op  # noqa: SLF001
     one, other = torch.ones(4), torch.ones(4)
 
@@ -197,7 +197,7 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
         capture = str(Path(directory) / "run")
         (plan,) = make_plan(capture)
     torch.set_flush_denormal(True)
-    execution = Execution(plan, torch.device("cpu"), RunOptions())
+    execution = PlanRunner(plan, torch.device("cpu"), RunOptions())
     program = execution.program
     print(
         f"fidelity: {plan.ops.height:,} instructions, {len(program.failures)} failed, {len(program.replaced)} of "
@@ -208,9 +208,9 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
     wholes: list[tuple[int, int]] = []
     parts: list[tuple[list[int], np.ndarray]] = []
     for _ in range(rounds):
-        wholes.append((processor_time(step), execution.once()[1]))
+        wholes.append((processor_time(step), execution.run_pass()[1]))
         original = op_times(step, names)
-        execution.once(timed=True)
+        execution.run_pass(with_timer=True)
         parts.append((original, program.times()["duration_ns"].to_numpy()[rows]))
     original_ns, replayed_ns = (statistics.median(column) for column in zip(*wholes, strict=True))
     ratio = replayed_ns / original_ns
@@ -234,7 +234,7 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
     yield "median of ops", LIMIT_MEDIAN[0] <= middle <= LIMIT_MEDIAN[1]
     yield "spread of ops", LIMIT_SPREAD[0] <= low <= high <= LIMIT_SPREAD[1]
     before = storages_bytes(tensors_of(step)) + most_bytes(step)
-    after = storages_bytes(program.registers) + most_bytes(execution.once)
+    after = storages_bytes(program.registers) + most_bytes(execution.run_pass)
     print(f"  most memory of tensors: {before / 1e6:.1f} MB, replayed {after / 1e6:.1f} MB, ratio {after / before:.3f}")
     yield "memory", after <= LIMIT_MEMORY * before
 

@@ -20,7 +20,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.graph import Plan, calibrate, law
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, topological_order
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, sort_topologically
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
 
@@ -100,7 +100,7 @@ def main() -> None:
         one = linked(recipe)
         for nodes in args.nodes:
             graph = repeated(one, nodes)
-            order, _ = best(1, lambda graph=graph: topological_order(graph.nodes.height, *graph.points()))
+            order, _ = best(1, lambda graph=graph: sort_topologically(graph.nodes.height, *graph.points()))
             calibrating, graph = best(1, lambda graph=graph: calibrate(graph))
             planning, plan = best(1, lambda graph=graph: Plan(graph))
             passing, times = best(args.runs, plan.evaluate)

@@ -22,17 +22,23 @@ import polars as pl
 from read import OUT, Run, measured
 
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
-from traceloom.workload.simulate.evaluation import course, plan_of
+from traceloom.formats.chakra.nodes import (
+    SIMULATOR_SCHEMA,
+    Pairs,
+    SimulatorNodes,
+    build_metadata,
+    write_simulator_nodes,
+)
+from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
 from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import Dimension, Machine
-from traceloom.workload.simulate.transfers import operations, transfers_ns, transfers_on
+from traceloom.workload.simulate.transfers import compute_recorded_transfers, compute_transfers, find_operations
 
 _MIB = 1 << 20
 _COMPUTE, _COLLECTIVE = int(NodeType.COMP_NODE), int(NodeType.COMM_COLL_NODE)
 
 
-def chain(ranks: int, nodes: int, collectives: int, size: int = _MIB) -> list[PlainNodes]:
+def chain(ranks: int, nodes: int, collectives: int, size: int = _MIB) -> list[SimulatorNodes]:
     """On every rank one node after the other, computation and all_reduces."""
     kind = np.full(nodes, _COMPUTE)
     kind[np.linspace(nodes // (collectives + 1), nodes - 1, collectives).astype(int)] = _COLLECTIVE
@@ -48,22 +54,24 @@ def chain(ranks: int, nodes: int, collectives: int, size: int = _MIB) -> list[Pl
             "comm_size": pl.Series(np.where(meets, size, -1)).replace(-1, None),
         }
     )
-    columns = [frame[c].cast(t) if c in frame.columns else pl.lit(None, t).alias(c) for c, t in PLAIN.items()]
-    plain = PlainNodes(frame.select(columns), Pairs(np.arange(1, nodes), np.arange(1, nodes)))
+    columns = [
+        frame[c].cast(t) if c in frame.columns else pl.lit(None, t).alias(c) for c, t in SIMULATOR_SCHEMA.items()
+    ]
+    plain = SimulatorNodes(frame.select(columns), Pairs(np.arange(1, nodes), np.arange(1, nodes)))
     return [plain] * ranks
 
 
-def independent(ranks: int, nodes: int) -> list[PlainNodes]:
+def independent(ranks: int, nodes: int) -> list[SimulatorNodes]:
     """Nothing waits for anything."""
     (made, *_) = chain(1, nodes, 0)
-    return [PlainNodes(made.nodes, Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64)))] * ranks
+    return [SimulatorNodes(made.nodes, Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64)))] * ranks
 
 
-def write(name: str, ranks: list[PlainNodes], topology: str, algorithm: str, splits: int) -> Path:
+def write(name: str, ranks: list[SimulatorNodes], topology: str, algorithm: str, splits: int) -> Path:
     """The files of one workload and its configuration."""
     folder = OUT / "simulate" / name
-    metadata = plain_metadata("traceloom-benchmark", {})
-    write_plain(folder / "et", [(metadata, nodes) for nodes in ranks], {}, force=True)
+    metadata = build_metadata("traceloom-benchmark", {})
+    write_simulator_nodes(folder / "et", [(metadata, nodes) for nodes in ranks], {}, force=True)
     count = len(ranks)
     (folder / "network.yml").write_text(
         f"topology: [ {topology} ]\nnpus_count: [ {count} ]\nbandwidth: [ 50.0 ]\nlatency: [ 500.0 ]\n"
@@ -84,7 +92,7 @@ def write(name: str, ranks: list[PlainNodes], topology: str, algorithm: str, spl
     return folder
 
 
-WORKLOADS: dict[str, tuple[Callable[[], list[PlainNodes]], str, str, int, str]] = {
+WORKLOADS: dict[str, tuple[Callable[[], list[SimulatorNodes]], str, str, int, str]] = {
     "8 ranks x 125,000 nodes, 2,500 collectives": (lambda: chain(8, 125_000, 2500), "Ring", "ring", 4, "unaware"),
     "1,024 ranks x 100 nodes, 2 ring all_reduces": (lambda: chain(1024, 100, 2), "Ring", "ring", 4, "unaware"),
     "2 x 8,000 independent nodes": (lambda: independent(2, 8000), "Ring", "ring", 1, "unaware"),
@@ -170,13 +178,15 @@ def native() -> None:
         graph = open_input(folder / "et").graph
         read = time.perf_counter() - started
         started = time.perf_counter()
-        plan, of = plan_of(graph), operations(graph)
+        plan, of = build_plan(graph), find_operations(graph)
         ready = time.perf_counter() - started
         network = Machine((Dimension("switch", 8, 50.0, 500.0),))
         took = []
         for _ in range(5):
             started = time.perf_counter()
-            course(graph, of, transfers_on(network, of.table, transfers_ns(graph, of), None), plan=plan)
+            evaluate_on_network(
+                graph, of, compute_transfers(network, of.table, compute_recorded_transfers(graph, of), None), plan=plan
+            )
             took.append(time.perf_counter() - started)
         line = f"native, {8 * nodes:9,} nodes: read {read:5.2f} s, made ready {ready:5.2f} s"
         print(f"{line}, simulated in {statistics.median(took) * 1000:6.1f} ms (median of 5)")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import Window
-from traceloom.agent.profilers.py_spy import StacksProfiler, accept_entries
+from traceloom.agent.profilers.py_spy import StacksProfiler, dump_stacks
 
 PROGRAM = """
 import time, torch
@@ -78,14 +78,14 @@ def main() -> None:
 
         async def dumps() -> None:
             for _ in range(DUMPS):
-                await accept_entries(process)
+                await dump_stacks(process)
 
         for turn in range(args.turns):
             window = Window(0, args.seconds, None)
             during("alone", lambda: asyncio.sleep(args.seconds))
             during("sampled", lambda: StacksProfiler().record(process, window, directory, f"turn{turn}"))  # noqa: B023
             during("dumps", dumps)
-            during("native dump", lambda: accept_entries(process, native=True))
+            during("native dump", lambda: dump_stacks(process, native=True))
         program.kill()
         program.wait()
         lines = [line.split() for line in log.read_text(encoding="ascii").splitlines()[1:-1]]

@@ -23,7 +23,7 @@ from playwright.sync_api import Page, sync_playwright
 from traceloom.report.views.page import render_report_page
 from traceloom.report.views.timeline import build
 from traceloom.trace.session import Session
-from traceloom.trace.trace import SCHEMAS, Meta, Trace, empty
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, make_empty_frame
 
 THREADS, DEPTH, STREAMS = 8, 4, 8
 SPAN_NS = 2_000_000_000
@@ -86,7 +86,7 @@ def session(count: int) -> Session:
     events = pl.concat(frames).sort("start_ns", -pl.col("duration_ns")).with_row_index("event")
     events = events.with_columns(nested_end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     missing = [pl.lit(None, dtype=t).alias(n) for n, t in SCHEMAS["events"].items() if n not in events.columns]
-    frames_by_name = {name: empty(name) for name in SCHEMAS}
+    frames_by_name = {name: make_empty_frame(name) for name in SCHEMAS}
     frames_by_name["events"] = events.with_columns(missing).select(list(SCHEMAS["events"])).cast(SCHEMAS["events"])
     frames_by_name["lanes"] = pl.DataFrame(lanes, schema=SCHEMAS["lanes"])
     return Session((Trace(meta=replace(Meta(path="made"), rank=0), **frames_by_name),), "made")

@@ -55,11 +55,11 @@ def _part(name: str, metrics: list[Metric]) -> Iterator[str]:
     for metric in metrics:
         labels = f"<br>{', '.join(f'`{label}`' for label in metric.labels)}" if metric.labels else ""
         aliases = "<br>".join(
-            f"`{alias.name}`" + "".join(f" ({value})" for _, value in alias.where) for alias in metric.dcgm
+            f"`{alias.name}`" + "".join(f" ({value})" for _, value in alias.where) for alias in metric.dcgm_aliases
         )
         yield (
-            f"| `{metric.name}`{labels} | {metric.kind} | {metric.unit} | {metric.help} | {metric.sharing} "
-            f"| {f'`{metric.opentelemetry}`' if metric.opentelemetry else ''} | {aliases} |"
+            f"| `{metric.name}`{labels} | {metric.kind} | {metric.unit} | {metric.help} | {metric.aggregation} "
+            f"| {f'`{metric.opentelemetry_name}`' if metric.opentelemetry_name else ''} | {aliases} |"
         )
     yield ""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from made_page import write_or_check
 
-from traceloom.cli import VERBS, parser
+from traceloom.cli import VERBS, build_parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "command-line.md"
 _INTRODUCTION = """\
@@ -49,7 +49,7 @@ def page() -> str:
 
 
 def _verb(name: str) -> Iterator[str]:
-    own = _inner(parser([name]))[name]
+    own = _inner(build_parser([name]))[name]
     yield from _section(f"## traceloom {name}", own)
     for action, of_action in _inner(own).items():
         yield from _section(f"### traceloom {name} {action}", of_action)

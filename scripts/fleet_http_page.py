@@ -11,7 +11,7 @@ import msgspec
 from made_page import write_or_check
 
 from traceloom.fleet.service.app import ROUTES
-from traceloom.server.routing import document
+from traceloom.server.routing import build_openapi_document
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-http.md"
 _INTRODUCTION = """\
@@ -31,7 +31,7 @@ curl -H "Authorization: Bearer $TRACELOOM_TOKEN" 'http://127.0.0.1:9466/api/v1/k
 
 def page() -> str:
     """The whole page."""
-    described = msgspec.json.decode(msgspec.json.encode(document(ROUTES)))
+    described = msgspec.json.decode(msgspec.json.encode(build_openapi_document(ROUTES)))
     roles = {(route.method, route.path): route.role for route in ROUTES}
     parts = [_INTRODUCTION]
     for route in ROUTES:

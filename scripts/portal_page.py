@@ -8,7 +8,7 @@ from pathlib import Path
 from made_page import write_or_check
 
 from traceloom.fleet.portal.app import PAGES
-from traceloom.fleet.portal.tables import LEAF
+from traceloom.fleet.portal.tables import ROWS_PER_PAGE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "pages.md"
 _TEXT = f"""\
@@ -33,7 +33,7 @@ What a table shows stands in the address, so that it can be sent to others. For 
 |---|---|
 | `hosts.q=node7 lost` | only rows that have all of these words |
 | `hosts.sort=-devices` | sorted by this column; `-`: the largest first |
-| `hosts.leaf=2` | the second {LEAF} rows |
+| `hosts.leaf=2` | the second {ROWS_PER_PAGE} rows |
 | `table=hosts&as=csv` | all rows that the filter leaves, with exact values; `as=json`: a list of objects |
 
 ## Keys

@@ -15,9 +15,9 @@ from typing import Any
 
 import document_types
 
-from traceloom.report.document import REASONS
-from traceloom.report.sections import every, reasons
-from traceloom.trace.columns import column
+from traceloom.report.document import UNKNOWN_REASONS
+from traceloom.report.sections import collect_reasons, load_extra_sections
+from traceloom.trace.columns import find_column
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 ROOTS = {
@@ -39,7 +39,8 @@ def with_sections(schema: Shape) -> Shape:
     """The schema with a property for each section; null where `--only` leaves it out."""
     kept = {key: shape for key, shape in schema["properties"].items() if "x-section" not in shape}
     added = {
-        s.key: {"x-section": s.title, "description": s.note, "anyOf": [s.schema, {"type": "null"}]} for s in every()
+        s.key: {"x-section": s.title, "description": s.note, "anyOf": [s.schema, {"type": "null"}]}
+        for s in load_extra_sections()
     }
     properties = {**kept, **added}
     return {**schema, "properties": properties, "required": list(properties)}
@@ -80,7 +81,7 @@ def described(schema: Shape, root: str = "") -> Shape:
     for path, properties in objects(schema, root):
         for name, shape in properties.items():
             if is_value(shape):
-                properties[name] = {**shape, "description": column(name, path).meaning}
+                properties[name] = {**shape, "description": find_column(name, path).meaning}
     return schema
 
 
@@ -97,7 +98,10 @@ def compact(schema: Shape) -> str:
 
 def page(schema: Shape) -> str:
     """The page of all columns of the report."""
-    why = {path.replace("[*]", ""): reason for path, reason in {**REASONS, **reasons(every())}.items()}
+    why = {
+        path.replace("[*]", ""): reason
+        for path, reason in {**UNKNOWN_REASONS, **collect_reasons(load_extra_sections())}.items()
+    }
     parts = [HEAD]
     for path, properties in objects(schema):
         values = {name: shape for name, shape in properties.items() if is_value(shape)}
@@ -106,7 +110,7 @@ def page(schema: Shape) -> str:
         parts.append(f"## `{path}`\n" if path else "## The document\n")
         rows = ["| column | unit | meaning | null where |", "|---|---|---|---|"]
         for name, shape in values.items():
-            declared = column(name, path)
+            declared = find_column(name, path)
             nullable = "null" in json.dumps(shape.get("type", shape.get("anyOf")))
             unit = "yes or no" if "boolean" in shape.get("type", "") else declared.unit
             reason = why.get(f"{path}.{name}".strip("."), declared.unknown) if nullable else ""

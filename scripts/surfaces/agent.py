@@ -26,9 +26,9 @@ from traceloom.agent.config import Config
 from traceloom.agent.handlers.app import build_app
 from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
 from traceloom.errors import TraceloomError
-from traceloom.server.access import Peer
+from traceloom.server.access import Caller as Peer
 from traceloom.server.client import AgentClient
-from traceloom.server.problem import METRICS_PATH, RequestError
+from traceloom.server.problem import METRICS_PATH, HttpError
 
 KEYS = frozenset({"pid", "ppid", "monotonic_ns", "seconds", "uptime_seconds"})
 MASKS = (
@@ -41,7 +41,7 @@ MASKS = (
 class _Loop:
     """Asks an application in this process."""
 
-    def __init__(self, app: Any, peers: Mapping[str, Peer | RequestError]) -> None:
+    def __init__(self, app: Any, peers: Mapping[str, Peer | HttpError]) -> None:
         self.app, self.peers, self.loop = app, peers, asyncio.new_event_loop()
 
     def __call__(self, method: str, path: str, who: str, content: bytes | None) -> Answer:
@@ -52,7 +52,7 @@ class _Loop:
         peer = self.peers[who]
 
         def identify(_headers: object) -> Peer:
-            if isinstance(peer, RequestError):
+            if isinstance(peer, HttpError):
                 raise peer
             return peer
 
@@ -79,9 +79,9 @@ class _Loop:
         return Answer(sent[0]["status"], headers_of, b"".join(message.get("body", b"") for message in sent[1:]))
 
 
-def make_peers() -> dict[str, Peer | RequestError]:
+def make_peers() -> dict[str, Peer | HttpError]:
     """Everybody who may ask an agent."""
-    refused = RequestError(401, "a token is needed", slug="unknown-token", hint="")
+    refused = HttpError(401, "a token is needed", slug="unknown-token", hint="")
     user = Peer(name="uid 4001", uid=ANNA, pid=11, sees="own")
     return {
         "nobody": refused, "loopback": Peer(name="tcp 127.0.0.1", sees="host"), "user": user,

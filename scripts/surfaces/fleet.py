@@ -29,7 +29,7 @@ from traceloom.fleet.portal.app import PAGES
 from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
 from traceloom.fleet.store.captures import ROLES
 from traceloom.fleet.store.tables import Tables
-from traceloom.testing.fleet_weeks import TEAMS, WeeksRecipe, made_weeks
+from traceloom.testing.fleet_weeks import TEAMS, WeeksRecipe, build_weeks
 
 MASKS = (
     (re.compile(r"\bc[0-9a-f]{20}\b"), "<capture>"), (re.compile(r"(?:(?<=%2F)|\b)[0-9a-f]{16}\b"), "<request>"),
@@ -147,7 +147,7 @@ class Fleet:
         store = folder / "store"
         tables = Tables(str(store))
         tables.create()
-        fill(tables, made_weeks(WEEKS))
+        fill(tables, build_weeks(WEEKS))
         words = ["--store", str(store), "--state", str(store / "state.db"), "--workers", "1", "--lease", "3600",
                  "--webhooks-to", "127.0.0.1", "--proxy-user-header", "X-User", "--proxy-from", "127.0.0.1",
                  "--proxy-role", "requester"]  # fmt: skip

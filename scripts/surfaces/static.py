@@ -26,15 +26,15 @@ import traceloom
 from traceloom.agent.config import Config
 from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
 from traceloom.agent.metrics import METRICS, PREFIX
-from traceloom.cli import OVERVIEW, parser
+from traceloom.cli import OVERVIEW, build_parser
 from traceloom.fleet.portal.app import PAGES
 from traceloom.fleet.rules import FleetRules, OwnerRule, Prices
 from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
 from traceloom.fleet.service.service import FLEET_METRICS
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.schema import SCHEMAS as FLEET_SCHEMAS
 from traceloom.graph.graph import GRAPH_SCHEMAS
-from traceloom.server.routing import document
+from traceloom.server.routing import build_openapi_document
 from traceloom.trace.columns import COLUMNS
 from traceloom.trace.trace import SCHEMAS as TRACE_SCHEMAS
 from traceloom.workload.replay.plan import PLAN_SCHEMAS
@@ -63,7 +63,7 @@ def parsers(whole: argparse.ArgumentParser, names: tuple[str, ...] = ()) -> Iter
 
 def every_parser() -> dict[str, argparse.ArgumentParser]:
     """Of all verbs and of their actions."""
-    return dict(parsers(parser()))
+    return dict(parsers(build_parser()))
 
 
 def options(own: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -157,7 +157,7 @@ def _operations(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str
 
 
 def _described() -> dict[str, Any]:
-    documents = {"agent": document(AGENT_ROUTES), "fleet": document(FLEET_ROUTES)}
+    documents = {"agent": build_openapi_document(AGENT_ROUTES), "fleet": build_openapi_document(FLEET_ROUTES)}
     return {name: msgspec.json.decode(msgspec.json.encode(of)) for name, of in documents.items()}
 
 
@@ -245,7 +245,7 @@ def columns() -> str:
     lines += ["", "== database of the fleet's state, SQLite"]
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "state.db")
-        State(path).close()
+        ServiceState(path).close()
         lines += sql(path)
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from traceloom import load
 from traceloom.report import run
 from traceloom.report.document import Col
 from traceloom.report.views.page import list_sections, render_page, render_report_page
-from traceloom.report.views.page_table import table
+from traceloom.report.views.page_table import render_html_table
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -149,7 +149,7 @@ def numbers() -> str:
         (None, 4_000, 1.0, 7e10, 0.5),
     ]
     rows = [dict(zip(("wide", "time", "share", "rate", "number"), row, strict=True)) for row in values]
-    return table("made", columns, rows, {}, "Made")
+    return render_html_table("made", columns, rows, {}, "Made")
 
 
 class Tab:

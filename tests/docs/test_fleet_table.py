@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
-from traceloom.cli import parser
+from traceloom.cli import build_parser
 from traceloom.fleet.portal.app import PAGES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "fleet.md"
@@ -29,7 +29,7 @@ def test_every_page_and_command_of_the_table_is_there(capsys: pytest.CaptureFixt
             words = command.split()
             verb = words[:2] if words[0] == "fleet" else words[:1]
             with pytest.raises(SystemExit) as left:
-                parser().parse_args([*verb, "--help"])
+                build_parser().parse_args([*verb, "--help"])
             assert left.value.code == 0, command
             shown = capsys.readouterr().out
             assert all(word in shown for word in words if word.startswith("--")), command

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from traceloom.cli import parser
+from traceloom.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(r"`traceloom ([a-z][^`]*)`")
 LINE = re.compile(r"(?:^ *(?:\$ )?|&& |\()traceloom ([a-z](?:\\\n|[^\n#)&<>])*)", re.MULTILINE)  # of a shell
-WHOLE = parser()
+WHOLE = build_parser()
 
 
 def named() -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from support.prometheus import free_port  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.cli import main  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
-from traceloom.testing.fleet_weeks import made_weeks  # noqa: E402
+from traceloom.testing.fleet_weeks import build_weeks  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "questions.md"
 COMMAND = re.compile(r"^\$ traceloom (.*)\n((?:(?!\$ |```).*\n)*)", re.MULTILINE)
@@ -31,7 +31,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A service of this user, whose tables hold made weeks."""
     tables = Tables(str(tmp_path / "store"))
     tables.create()
-    fill(tables, made_weeks())
+    fill(tables, build_weeks())
     url = f"127.0.0.1:{free_port()}"
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))

@@ -128,12 +128,12 @@ def test_a_converted_job_ends_when_it_was_measured_to_end(tmp_path: Path, gpu_on
     from traceloom.formats import load
     from traceloom.graph import link_session
     from traceloom.workload.chakra.astra_sim import to_astra_sim
-    from traceloom.workload.simulate.astra_sim.run import measured_ends, recorded_ends
+    from traceloom.workload.simulate.astra_sim.run import find_measured_end_times, simulate_with_recorded_transfers
 
     graph = link_session(load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8))))
     to_astra_sim(graph, gpu_only=gpu_only).write(tmp_path / "set")
-    ends = recorded_ends(astra_sim.workload(tmp_path / "set"))
-    measured = measured_ends(graph)
+    ends = simulate_with_recorded_transfers(astra_sim.workload(tmp_path / "set"))
+    measured = find_measured_end_times(graph)
     assert list(measured) == list(range(8))
     for rank, end in enumerate(ends):
         assert end == pytest.approx(measured[rank], rel=most)

@@ -15,8 +15,8 @@ import pytest
 
 from support.public_traces import DATA, GPU_TIME, GPU_WORK, NEEDS_TRACES, trace_of
 from traceloom.analyze import copies, counters, kernel_bounds, kernel_efficiency, kernel_kinds, kernel_shapes
-from traceloom.analyze.kernel_kinds import PRIORITY, kinds
-from traceloom.analyze.kernel_rules import gpu_work
+from traceloom.analyze.kernel_kinds import PRIORITY, classify_kinds
+from traceloom.analyze.kernel_rules import select_gpu_work
 
 pytestmark = NEEDS_TRACES
 
@@ -81,7 +81,7 @@ def test_what_bounds_two_models_on_two_vendors(path: str, known: float, largest:
 @pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_shapes_efficiency_and_copies_add_up(path: str) -> None:
     trace = trace_of(path)
-    work = gpu_work(trace)
+    work = select_gpu_work(trace)
     whole = int((work["end_ns"] - work["start_ns"]).sum())
     shapes = kernel_shapes(trace)
     assert (shapes.rows["total_ns"].sum(), shapes.total_ns, shapes.rows["count"].sum()) == (whole, whole, work.height)
@@ -102,7 +102,7 @@ def test_shapes_efficiency_and_copies_add_up(path: str) -> None:
 )
 def test_exclusive_time_by_a_walk_through_all_starts_and_ends(path: str) -> None:
     trace = trace_of(path)
-    work = gpu_work(trace).with_columns(told=kinds(trace)["kind"])
+    work = select_gpu_work(trace).with_columns(told=classify_kinds(trace)["kind"])
     edges = []
     for start, end, kind in work.select("start_ns", "end_ns", "told").iter_rows():
         edges += [(start, 1, kind), (end, -1, kind)]

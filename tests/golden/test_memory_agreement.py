@@ -9,7 +9,7 @@ import pytest
 import traceloom
 from support.public_traces import DATA
 from traceloom.analyze.memory import memory
-from traceloom.analyze.memory_answers import allocations
+from traceloom.analyze.memory_answers import explain_allocations
 
 KINETO = DATA / "kineto"
 FILES = sorted(KINETO.glob("*.json.gz"))
@@ -20,5 +20,5 @@ FILES = sorted(KINETO.glob("*.json.gz"))
 def test_peak_and_end_agree(path: Path) -> None:
     for trace in traceloom.load(path).traces:
         summed = memory(trace).devices.select("device_type", "device", "peak_bytes", "end_bytes")
-        paired = allocations(trace).pools.select("device_type", "device", "peak_bytes", "end_bytes")
+        paired = explain_allocations(trace).pools.select("device_type", "device", "peak_bytes", "end_bytes")
         assert sorted(paired.rows()) == sorted(summed.rows())

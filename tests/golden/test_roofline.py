@@ -14,8 +14,8 @@ import polars as pl
 import pytest
 
 from support.public_traces import DATA, NEEDS_TRACES, TRACES, swept, trace_of
-from traceloom.analyze.modelled_calls import modelled_calls
-from traceloom.analyze.roofline import modelled, roofline
+from traceloom.analyze.modelled_calls import find_modelled_calls
+from traceloom.analyze.roofline import roofline, select_modelled_work
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections.roofline import SECTION
 from traceloom.trace.session import Session
@@ -148,7 +148,7 @@ def test_tf32_is_told_from_fp32_by_the_names_of_kernels() -> None:
 def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
     trace = trace_of(path)
     found = roofline(trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12")
-    work = modelled(trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12")
+    work = select_modelled_work(trace, "bf16=1e15,fp16=1e15,tf32=5e14,fp32=1e14,fp64=5e13,memory=3e12")
     whole = found.whole.row(0, named=True)
     assert work["event"].is_unique().all()
     for key in ("flops", "bytes"):
@@ -160,7 +160,7 @@ def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
     assert int(found.operators["total_ns"].sum()) == whole["modelled_ns"] or not gpu
     if trace.gpu_work().height:
         calls = work.join(trace.events.select("event", "name"), left_on="op", right_on="event")
-        modelled_names = set(modelled_calls(trace).groups["name"].to_list())
+        modelled_names = set(find_modelled_calls(trace).groups["name"].to_list())
         assert set(calls["name"].to_list()) <= modelled_names
     inside = found.steps
     assert int(inside["flops"].sum()) <= (whole["flops"] or 0)
@@ -192,5 +192,5 @@ def test_the_section_of_every_file_keeps_its_schema_and_explains_what_is_missing
 
 def test_the_largest_file_is_modelled_once_per_distinct_call() -> None:
     trace = trace_of("kineto/h100_owlv2.json.gz")
-    calls = modelled_calls(trace)
+    calls = find_modelled_calls(trace)
     assert calls.groups.height < 200 < int((calls.group >= 0).sum())

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 
 from traceloom.formats.chakra.et_pb2 import NodeType
-from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
@@ -58,7 +58,7 @@ def trace(rank: int) -> Trace:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["with-host", "gpu-only"])
-def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NodeTable:
+def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NodeFrame:
     home: Path = tmp_path_factory.mktemp("example") / "set"
     graph = join_ranks([link_rank(trace(rank), None) for rank in range(2)])
     files = to_astra_sim(graph, gpu_only=request.param).write(home)
@@ -66,11 +66,11 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return read_table(files[1])
 
 
-def node_of(table: NodeTable, name: str) -> int:
+def node_of(table: NodeFrame, name: str) -> int:
     return int(table.nodes.filter(pl.col("name").str.contains(name, literal=True))["id"].item())
 
 
-def waits_for(table: NodeTable, later: str, earlier: str) -> bool:
+def waits_for(table: NodeFrame, later: str, earlier: str) -> bool:
     """Whether one node cannot start before another has ended, over any number of others."""
     wanted, found, ahead = node_of(table, earlier), set(), [node_of(table, later)]
     row_of = {number: row for row, number in enumerate(table.nodes["id"].to_list())}
@@ -82,12 +82,12 @@ def waits_for(table: NodeTable, later: str, earlier: str) -> bool:
     return wanted in found
 
 
-def test_the_all_reduce_waits_for_the_product_that_makes_its_input(table: NodeTable) -> None:
+def test_the_all_reduce_waits_for_the_product_that_makes_its_input(table: NodeFrame) -> None:
     assert waits_for(table, "ncclDevKernel", "sgemm_2")
     assert waits_for(table, "sgemm_2", "sgemm_1")
 
 
-def test_nothing_that_ran_on_the_gpu_is_missing(table: NodeTable) -> None:
+def test_nothing_that_ran_on_the_gpu_is_missing(table: NodeFrame) -> None:
     on_gpu = table.nodes.filter(~pl.col("is_cpu_op") & (pl.col("name") != "host"))
     assert on_gpu.height == 6
     assert on_gpu.filter(pl.col("tensor_size") == 4096).height == 1
@@ -95,18 +95,18 @@ def test_nothing_that_ran_on_the_gpu_is_missing(table: NodeTable) -> None:
     assert (nccl["comm_type"], nccl["comm_size"], nccl["pg_name"]) == (0, 4 << 18, None)
 
 
-def test_the_synchronisation_holds(table: NodeTable) -> None:
+def test_the_synchronisation_holds(table: NodeFrame) -> None:
     for earlier in ("sgemm_2", "ncclDevKernel", "Memset"):
         assert waits_for(table, "graph_1", earlier)
     assert waits_for(table, "graph_2", "graph_1")
 
 
-def test_durations_are_whole_microseconds_that_lose_none(table: NodeTable) -> None:
+def test_durations_are_whole_microseconds_that_lose_none(table: NodeFrame) -> None:
     on_stream = table.nodes.filter(pl.col("name").str.contains("sgemm|graph|Memset"))
     assert abs(on_stream["duration_us"].cast(pl.Int64).sum() - (50 + 100.7 + 0.9 + 20 + 30)) < 1
 
 
-def test_the_longest_path_is_the_measured_time(table: NodeTable) -> None:
+def test_the_longest_path_is_the_measured_time(table: NodeFrame) -> None:
     ends = np.zeros(len(table), np.int64)
     row_of = {number: row for row, number in enumerate(table.nodes["id"].to_list())}
     for row in range(len(table)):  # ids ascend with time, and so do dependencies here

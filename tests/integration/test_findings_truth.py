@@ -15,7 +15,7 @@ import traceloom
 from support.jobs import Change, LateHost, ParallelRecipe, SlowRank, parallel_job
 from support.jobs.planted import Planted, clean_jobs, several_ranks, single_rank
 from traceloom.changes import changes
-from traceloom.changes.changes import Chosen, parse
+from traceloom.changes.changes import NodeSelection, parse
 from traceloom.changes.whatif import whatif
 from traceloom.findings import Context, Ranked, findings
 from traceloom.graph import calibrate
@@ -123,7 +123,7 @@ def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_doe
     neighbours = pl.col("ranks").list.max() - pl.col("ranks").list.min() == 1  # the groups of the slow link
     mask = np.zeros(graph.nodes.height, dtype=np.bool_)
     mask[graph.communication.filter(neighbours)["node"].to_numpy()] = True
-    fixed = changes.Change("network", Chosen("the slow link", mask, "collectives"), 4.0)
+    fixed = changes.Change("network", NodeSelection("the slow link", mask, "collectives"), 4.0)
     assert whatif(graph, [fixed]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.001)
 
 

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 import traceloom
-from traceloom.analyze.modelled_calls import modelled_calls
+from traceloom.analyze.modelled_calls import find_modelled_calls
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -32,7 +32,7 @@ def recorded(run: Callable[[], Any], folder: Path) -> pl.DataFrame:
     path = folder / "trace.json"
     profiler.export_chrome_trace(str(path))
     trace = traceloom.load(path).traces[0]
-    found = modelled_calls(trace)
+    found = find_modelled_calls(trace)
     own = [at for at in range(found.owner.size) if found.owner[at] == at]
     group = pl.DataFrame({"group": pl.Series(found.group[own]).cast(pl.UInt32)})
     return group.join(found.groups, on="group", maintain_order="left")

@@ -24,7 +24,7 @@ def at(name: str, place: int | None) -> str | None:
     return None if place is None else arguments(name)[place]
 
 
-ATTENTION = {**attention._FORWARD, **attention._BACKWARD}
+ATTENTION = {**attention._FORWARD_POSITIONS, **attention._BACKWARD_POSITIONS}
 
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if name.startswith("aten::")])
@@ -32,7 +32,7 @@ def test_attention(name: str) -> None:
     where = ATTENTION[name]
     told = arguments(name)
     assert told[where.query : where.query + 3] == ["query", "key", "value"]
-    assert at(name, where.causal) in ("is_causal", "custom_mask_type")
+    assert at(name, where.causal_index) in ("is_causal", "custom_mask_type")
     assert at(name, where.mask) in (None, "attn_mask", "attn_bias", "bias")
     if where.lengths is not None:
         first = where.lengths
@@ -44,9 +44,9 @@ def test_attention(name: str) -> None:
         assert told[where.window : where.window + 2] == ["window_size_left", "window_size_right"]
 
 
-@pytest.mark.parametrize("name", products._FORWARD)
+@pytest.mark.parametrize("name", products._CONVOLUTION_INPUTS)
 def test_convolutions(name: str) -> None:
-    where = products._FORWARD[name]
+    where = products._CONVOLUTION_INPUTS[name]
     told = arguments(name)
     assert told[0] in ("self", "input")
     assert told[1] == "weight"
@@ -78,14 +78,14 @@ def test_batch_norm_backward(name: str) -> None:
     assert all(told[place].startswith("save_") for place in saved)
 
 
-@pytest.mark.parametrize("name", pointwise._REDUCTION)
+@pytest.mark.parametrize("name", pointwise._REDUCTION_POSITION)
 def test_reductions_of_losses(name: str) -> None:
-    assert arguments(name)[pointwise._REDUCTION[name]] == "reduction"
+    assert arguments(name)[pointwise._REDUCTION_POSITION[name]] == "reduction"
 
 
-@pytest.mark.parametrize("name", pointwise._FUSED)
+@pytest.mark.parametrize("name", pointwise._FUSED_OPTIMIZERS)
 def test_fused_optimizers(name: str) -> None:
-    _, places, written = pointwise._FUSED[name]
+    _, places, written = pointwise._FUSED_OPTIMIZERS[name]
     told = [arguments(name)[place] for place in places]
     assert told[:2] == ["self", "grads"]
     assert len(told) - 1 == written

@@ -9,7 +9,7 @@ import pytest
 from support.jobs import Fault, LateHost, ParallelRecipe, ShardImbalance, SlowRank, parallel_job
 from support.jobs.at_random import Late, with_a_late_rank
 from traceloom.analyze import across_ranks
-from traceloom.analyze.lateness import CAUSE_WORDS
+from traceloom.analyze.lateness import CAUSE_LABELS
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif
 from traceloom.findings import findings
@@ -27,10 +27,10 @@ def check(late: Late) -> bool:
     assert (slowest.cause == "compute") == any(label.startswith("slow rank") for label in late.change.without)
 
     section = build(session, ReportOptions(only=("across_ranks",)))["across_ranks"]
-    assert f"goes back to rank {late.rank}, mostly because of: {CAUSE_WORDS[slowest.cause]}." in section["sentence"]
+    assert f"goes back to rank {late.rank}, mostly because of: {CAUSE_LABELS[slowest.cause]}." in section["sentence"]
 
     titles = [finding.title for finding in findings(session).time if finding.slug == "straggler"]
-    expected = f"rank {late.rank} makes the others wait: {CAUSE_WORDS[slowest.cause]}"
+    expected = f"rank {late.rank} makes the others wait: {CAUSE_LABELS[slowest.cause]}"
     assert all(title.startswith(expected) for title in titles), titles
     return bool(titles)
 
@@ -75,14 +75,14 @@ def test_the_cause_is_followed_back_to_the_rank_that_has_it(layout: dict[str, An
     assert (slowest.rank, slowest.cause) == (RANK, cause)
     assert slowest.fraction > (0.8 if fault == "large shard" else 0.95)
     section = build(session, ReportOptions(only=("across_ranks",)))["across_ranks"]
-    assert f"goes back to rank {RANK}, mostly because of: {CAUSE_WORDS[cause]}." in section["sentence"]
+    assert f"goes back to rank {RANK}, mostly because of: {CAUSE_LABELS[cause]}." in section["sentence"]
 
     finding = next(finding for finding in findings(session).time if finding.slug in slugs)
     if finding.slug == "data-starved":
         assert finding.evidence[0].rank == RANK
     else:
         assert finding.title.startswith(f"rank {RANK} ")
-    assert finding.slug != "straggler" or CAUSE_WORDS[cause] in finding.title
+    assert finding.slug != "straggler" or CAUSE_LABELS[cause] in finding.title
 
     graph = link_session(session)
     saved = [whatif(graph, [parse(f"rank {rank} delay remove")]).saved_ns for rank in range(len(session.traces))]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from traceloom.formats.chakra import decode, encode
 from traceloom.formats.chakra.decode import DamageError
 from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata, IOInfo, Node
-from traceloom.formats.chakra.files import Cut, blocks
+from traceloom.formats.chakra.files import IncompleteTail, read_blocks
 from traceloom.workload.chakra.convert import open_messages, write_messages
 
 INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
@@ -43,7 +43,7 @@ SCALARS = {
 # A field that no version of the schema has, on any wire type.
 UNKNOWN = st.one_of(
     st.just(b""),
-    UINT64.map(lambda n: b"\xf8\x3f" + encode.varints(np.array([n], np.uint64)).data.tobytes()),
+    UINT64.map(lambda n: b"\xf8\x3f" + encode.encode_varints(np.array([n], np.uint64)).data.tobytes()),
     st.binary(max_size=5).map(lambda data: b"\xfa\x3f" + bytes((len(data),)) + data),
     st.binary(min_size=8, max_size=8).map(lambda data: b"\xf9\x3f" + data),
     st.binary(min_size=4, max_size=4).map(lambda data: b"\xfd\x3f" + data),
@@ -107,11 +107,13 @@ def test_any_message_survives_every_form(head: GlobalMetadata, body: list[Node],
 
 @given(st.lists(INT64 | st.sampled_from([0, 127, 128, 2**63 - 1, -1, -(2**63)]), max_size=40))
 def test_varints_are_those_of_the_library(numbers: list[int]) -> None:
-    made = encode.varints(np.array(numbers, np.int64))
+    made = encode.encode_varints(np.array(numbers, np.int64))
     node = Node(data_deps=[number % 2**64 for number in numbers])
     key_and_length = len(node.SerializeToString()) - int(made.lengths.sum())
     assert node.SerializeToString()[key_and_length:] == made.data.tobytes()
-    counts, back = decode.to_array(decode.buffer(made.data.tobytes()), np.array([0]), np.array([len(made.data)]))
+    counts, back = decode.decode_packed(
+        decode.build_buffer(made.data.tobytes()), np.array([0]), np.array([len(made.data)])
+    )
     assert back.tolist() == numbers
     assert counts.tolist() == [len(numbers)]
 
@@ -119,8 +121,8 @@ def test_varints_are_those_of_the_library(numbers: list[int]) -> None:
 @given(st.lists(st.binary(max_size=5), min_size=1, max_size=5), st.data())
 def test_rows_of_a_table_are_laid_end_to_end_by_their_numbers(table: list[bytes], data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.integers(0, len(table) - 1), max_size=20))
-    rows = encode.Rows(np.frombuffer(b"".join(table), np.uint8), np.array([len(row) for row in table]))
-    found = encode.picked(rows, np.array(numbers, np.int64))
+    rows = encode.ByteRows(np.frombuffer(b"".join(table), np.uint8), np.array([len(row) for row in table]))
+    found = encode.pick_rows(rows, np.array(numbers, np.int64))
     assert found.data.tobytes() == b"".join(table[number] for number in numbers)
     assert found.lengths.tolist() == [len(table[number]) for number in numbers]
 
@@ -155,17 +157,17 @@ def test_messages_from_columns_are_those_of_the_library(rows: list[Any]) -> None
         expected.append(node)
     values = np.array([0 if n is None else n for n in numbers], np.int64)
     flat = np.array([d for needed in deps for d in needed], np.int64)
-    made = encode.render_page(
+    made = encode.encode_messages(
         [
-            encode.number_field(b"\x08", np.array(ids, np.int64)),
-            encode.delimited(b"\x12", encode.texts(pl.Series(names, dtype=pl.String))),
-            encode.packed_field(b"\x2a", np.array([len(d) for d in deps], np.int64), flat),
-            *encode.number_attribute("a", "sint64_val", values, np.array([n is not None for n in numbers])),
-            *encode.text_attribute("b", pl.Series(texts, dtype=pl.String)),
-            *encode.list_attribute("c", "int64_list", pl.Series(lists, dtype=pl.List(pl.Int64))),
+            encode.encode_number_field(b"\x08", np.array(ids, np.int64)),
+            encode.encode_delimited(b"\x12", encode.encode_texts(pl.Series(names, dtype=pl.String))),
+            encode.encode_packed_field(b"\x2a", np.array([len(d) for d in deps], np.int64), flat),
+            *encode.encode_number_attribute("a", "sint64_val", values, np.array([n is not None for n in numbers])),
+            *encode.encode_text_attribute("b", pl.Series(texts, dtype=pl.String)),
+            *encode.encode_list_attribute("c", "int64_list", pl.Series(lists, dtype=pl.List(pl.Int64))),
         ]
     )
-    found = [message for block in blocks([made], Cut()) for message in block.messages()]
+    found = [message for block in read_blocks([made], IncompleteTail()) for message in block.messages()]
     assert found == [node.SerializeToString() for node in expected]
 
 
@@ -216,7 +218,7 @@ def test_garbage_is_damage_and_nothing_else(messages: list[bytes]) -> None:
     starts = stops - [len(m) for m in messages]
     damaged, rows = -1, list(range(len(messages)))
     try:
-        rows = decode.fields(decode.buffer(b"".join(messages)), starts, stops).row.tolist()
+        rows = decode.decode_fields(decode.build_buffer(b"".join(messages)), starts, stops).row.tolist()
     except DamageError as error:
         damaged = error.row
     assert damaged < len(messages)

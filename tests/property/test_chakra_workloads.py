@@ -24,7 +24,7 @@ from traceloom.formats.chakra.nodes import read_table
 from traceloom.graph import graph as graph_store
 from traceloom.graph.graph import Graph
 from traceloom.workload.chakra.convert import ConversionInput, open_messages, write_messages
-from traceloom.workload.chakra.graph_read import from_messages, read_graph, write_ranks
+from traceloom.workload.chakra.graph_read import convert_from_messages, read_graph, write_ranks
 from traceloom.workload.chakra.validate import validate
 
 QUICK = settings(max_examples=10, deadline=None)
@@ -57,7 +57,7 @@ def workloads(draw: st.DrawFn, most: int = 9) -> list[Node]:
 
 
 def graph_of(nodes: list[Node]) -> Graph:
-    graph = from_messages([(METADATA, nodes)])
+    graph = convert_from_messages([(METADATA, nodes)])
     graph.check()
     return graph
 
@@ -178,7 +178,7 @@ def test_times_that_add_up_to_no_time_are_refused(count: int) -> None:
 @pytest.mark.parametrize("version", ["", "0.0.1", "0.0.4", "1.0", "99.9", "日本", "x" * 1000])
 def test_the_version_that_a_file_says_changes_nothing(version: str) -> None:
     nodes = [node(1, us=5), node(2, deps=[1], us=7)]
-    graph = from_messages([(GlobalMetadata(version=version), nodes)])
+    graph = convert_from_messages([(GlobalMetadata(version=version), nodes)])
     assert graph.nodes["start_ns"].to_list() == [0, 0, 5000]
 
 

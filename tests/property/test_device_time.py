@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from traceloom.analyze import communication, gpu_time, idle, kernels, step_times
 from traceloom.analyze.gpu_time import FIELDS
-from traceloom.analyze.host_time import main_lane
+from traceloom.analyze.host_time import find_main_lane
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -239,7 +239,7 @@ def test_the_hosts_part_is_what_the_launching_thread_or_else_the_main_thread_did
     items: list[Work], host: list[tuple[str, int, int, int]]
 ) -> None:
     trace = built(items, host, [])
-    main = main_lane(trace)
+    main = find_main_lane(trace)
     wanted: dict[tuple[int, str], int] = {}
     for gap in (
         idle(trace).gaps.filter(pl.col("cause").cast(pl.String).str.starts_with("host_")).unique("gap").to_dicts()

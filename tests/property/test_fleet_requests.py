@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, HostState
-from traceloom.agent.traces.requests import Target, Wanted
+from traceloom.agent.traces.requests import TraceSpec, TraceTarget
 from traceloom.fleet.service.request_plan import (
     FleetRequest,
-    advanced,
-    analysed,
-    cancelled,
-    planned,
-    reported,
-    sent_again,
-    stitched,
-    work_of,
+    advance_request,
+    apply_report,
+    assign_hosts,
+    cancel_request,
+    finish_analysis,
+    finish_stitching,
+    get_host_work,
+    repeat_upload,
 )
 
 S = 1_000_000_000
@@ -38,18 +38,18 @@ class Requests(RuleBasedStateMachine):
     @initialize(by_step=st.booleans(), ranks=st.integers(0, 2))
     def ask(self, by_step: bool, ranks: int) -> None:
         self.now = NOW
-        wanted = Wanted(job="j", steps=3)
+        wanted = TraceSpec(job="j", steps=3)
         request = FleetRequest(
             id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step" if by_step else "instant"
         )  # fmt: skip
-        self.request = planned(request, {host: range(ranks) for host in HOSTS}, NOW)
+        self.request = assign_hosts(request, {host: range(ranks) for host in HOSTS}, NOW)
         self.started: dict[str, tuple[int, int]] = {}  # host -> the instant and step that it was told
         self.ended_hosts: dict[str, str] = {}
         self.last_state, self.moved_ns, self.ended_as = "announced", NOW, b""
         self.again = False
 
     def put(self, request: FleetRequest) -> None:
-        while (further := advanced(request, self.now)) is not request:
+        while (further := advance_request(request, self.now)) is not request:
             request = further
         self.request = request
 
@@ -59,7 +59,7 @@ class Requests(RuleBasedStateMachine):
     )  # fmt: skip
     def say(self, host: str, state: HostState, ready: bool, offset_s: int, steps: int | None, kept: bool) -> None:
         process = ArmedProcess(key="7@1", pid=7, rank=0, ready=ready, steps=steps, steps_per_second=2.0)
-        target = Target(
+        target = TraceTarget(
             request="f", process="7@1", profiler="timeline", pid=7, uid=0, rank=0, stem="rank0",
             state="kept" if kept else "failed", reason="" if kept else "expired",
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Requests(RuleBasedStateMachine):
             state=state, processes=[process], targets=[] if state == "armed" else [target],
             clock=ClockOffset(offset_ns=offset_s * S, error_ns=S // 10, round_trips=8),
         )  # fmt: skip
-        self.put(reported(self.request, host, report, self.now))
+        self.put(apply_report(self.request, host, report, self.now))
 
     @rule(seconds=st.sampled_from([1, 7, 29, 31, 130, 500, 901]))
     def wait(self, seconds: int) -> None:
@@ -87,14 +87,14 @@ class Requests(RuleBasedStateMachine):
         if lost:
             self.again = True
             del self.ended_hosts[sent[0]]
-            self.put(sent_again(self.request, sent[:1], self.now))
+            self.put(repeat_upload(self.request, sent[:1], self.now))
         else:
-            self.put(stitched(self.request, "c1", self.now))
+            self.put(finish_stitching(self.request, "c1", self.now))
 
     @precondition(lambda self: self.request.state == "analysing")
     @rule(fault=st.sampled_from(["", "no reader takes it"]))
     def analyse(self, fault: str) -> None:
-        self.put(analysed(self.request, self.now, fault))
+        self.put(finish_analysis(self.request, self.now, fault))
         missing = {host for host, state in self.ended_hosts.items() if state != "uploaded"}
         assert (self.request.state == "done") <= (not missing and not fault)
         assert all(host in self.request.detail for host in missing if not fault)
@@ -103,7 +103,7 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def cancel(self) -> None:
         before = self.request
-        self.put(cancelled(self.request, self.now))
+        self.put(cancel_request(self.request, self.now))
         assert self.request == before if before.ended else self.request.state == "cancelled"
 
     @invariant()
@@ -126,7 +126,7 @@ class Requests(RuleBasedStateMachine):
         for host, progress in self.request.hosts.items():
             if host in self.ended_hosts:
                 assert progress.state == self.ended_hosts[host]
-                assert not work_of(self.request, host)
+                assert not get_host_work(self.request, host)
             elif progress.ended:
                 self.ended_hosts[host] = progress.state
 
@@ -134,7 +134,7 @@ class Requests(RuleBasedStateMachine):
     def all_are_told_one_start_once(self) -> None:
         starts = set()
         for host, progress in self.request.hosts.items():
-            work = work_of(self.request, host)
+            work = get_host_work(self.request, host)
             assert (work is None) == (self.request.ended or progress.ended)
             if work is None:
                 continue

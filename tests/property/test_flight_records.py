@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from traceloom.agent.hangs.flight_recorder import FlightVerdict, judged, plain_values, record_of
+from traceloom.agent.hangs.flight_recorder import (
+    FlightVerdict,
+    decode_plain_values,
+    find_late_ranks,
+    parse_flight_record,
+)
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 
@@ -98,7 +103,9 @@ def record(
 
 
 def verdict(records: dict[int, dict[str, Any]], order: list[int]) -> FlightVerdict:
-    return judged([record_of(plain_values(json.dumps(records[rank]).encode()), rank) for rank in order])
+    return find_late_ranks(
+        [parse_flight_record(decode_plain_values(json.dumps(records[rank]).encode()), rank) for rank in order]
+    )
 
 
 @given(programs(), st.data(), st.randoms(use_true_random=False), st.sampled_from([1000, 12]))

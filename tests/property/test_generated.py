@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from traceloom.errors import UsageError
 from traceloom.formats.chakra.et_pb2 import NodeType
-from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.workload.chakra.generate import (
     SCHEDULES,
     CollectiveOptions,
     Generated,
     PipelineOptions,
     TransformerOptions,
-    collectives,
-    pipeline,
-    schedule_of,
-    transformer,
+    build_stage_schedule,
+    generate_collectives,
+    generate_pipeline,
+    generate_transformer,
     write_generated,
 )
 from traceloom.workload.chakra.graph_read import read_graph
@@ -45,7 +45,7 @@ FLOWS = {
 ALGORITHMS = [(algorithm, kind) for algorithm, kinds in KINDS_OF.items() for kind in kinds]
 
 
-def tables(generated: Generated) -> list[NodeTable]:
+def tables(generated: Generated) -> list[NodeFrame]:
     """Written, right for everybody, and read again."""
     with tempfile.TemporaryDirectory() as name:
         written = write_generated(generated, Path(name) / "set")
@@ -55,7 +55,7 @@ def tables(generated: Generated) -> list[NodeTable]:
         return [read_table(of_ranks[rank]) for rank in sorted(of_ranks)]
 
 
-def reached(files: list[NodeTable]) -> set[tuple[int, int]]:
+def reached(files: list[NodeFrame]) -> set[tuple[int, int]]:
     """(a, b): something that rank a had before its first node can have come to rank b when all is over."""
     knows = [{rank} for rank in range(len(files))]
     rows = [table.nodes.rows(named=True) for table in files]
@@ -94,13 +94,13 @@ def test_the_messages_of_an_algorithm_bring_all_data_to_where_it_belongs(algorit
         pytest.skip("for powers of two")
     if algorithm == "two-level" and ranks % 8:
         pytest.skip("for whole hosts of 8")
-    generated = collectives(CollectiveOptions(kind, ranks, size=1000, algorithm=algorithm))
+    generated = generate_collectives(CollectiveOptions(kind, ranks, size=1000, algorithm=algorithm))
     assert reached(tables(generated)) >= FLOWS[kind](ranks)
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "scatter", "reduce", "gather"])
 def test_operations_with_a_root_bring_nothing_to_others(kind: str) -> None:
-    generated = collectives(CollectiveOptions(kind, 4, size=1000, algorithm="direct"))
+    generated = generate_collectives(CollectiveOptions(kind, 4, size=1000, algorithm="direct"))
     assert reached(tables(generated)) == FLOWS[kind](4) | {(rank, rank) for rank in range(4)}
 
 
@@ -114,7 +114,7 @@ def test_what_ranks_send_is_what_they_receive_and_what_is_told(
 ) -> None:
     algorithm, kind = choice
     ranks = {"halving-doubling": 4, "two-level": 16}.get(algorithm, ranks)
-    generated = collectives(CollectiveOptions(kind, ranks, size, algorithm, compute))
+    generated = generate_collectives(CollectiveOptions(kind, ranks, size, algorithm, compute))
     files = tables(generated)
     sent, taken = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
     by_rank = [0] * ranks
@@ -140,7 +140,7 @@ def test_every_micro_batch_goes_forward_and_then_back_once(
     schedule: str, stages: int, micro_batches: int, data: st.DataObject
 ) -> None:
     stage = data.draw(st.integers(0, stages - 1))
-    order = list(schedule_of(schedule, stage, stages, micro_batches))
+    order = list(build_stage_schedule(schedule, stage, stages, micro_batches))
     for way in ("forward", "backward"):
         assert [number for kind, number in order if kind == way] == list(range(micro_batches))
     held, most = 0, 0
@@ -157,7 +157,7 @@ def test_every_micro_batch_goes_forward_and_then_back_once(
     schedule=st.sampled_from(SCHEDULES), ranks=st.integers(2, 5), micro_batches=st.integers(1, 6),
 )  # fmt: skip
 def test_a_pipeline_takes_as_long_as_the_closed_form_says(schedule: str, ranks: int, micro_batches: int) -> None:
-    generated = pipeline(PipelineOptions(ranks, micro_batches, schedule))
+    generated = generate_pipeline(PipelineOptions(ranks, micro_batches, schedule))
     files = tables(generated)
     busy = [int(table.nodes["duration_us"].sum()) for table in files]
     assert busy == [micro_batches * 300] * ranks
@@ -175,7 +175,7 @@ def test_a_transformer_has_a_rank_for_every_place_and_groups_that_cover_them(
     options = TransformerOptions(data, tensor, stages, layers, 64, micro_batches, schedule)
     if data * tensor * stages == 1:
         return
-    generated = transformer(options)
+    generated = generate_transformer(options)
     files = tables(generated)
     assert len(files) == data * tensor * stages
     for members in generated.groups.values():
@@ -195,7 +195,7 @@ def test_a_transformer_has_a_rank_for_every_place_and_groups_that_cover_them(
 def test_twice_the_micro_batches_are_twice_the_work_before_the_optimizer(factor: int) -> None:
     work = []
     for micro_batches in (4, 4 * factor):
-        generated = transformer(TransformerOptions(1, 2, 1, 2, 64, micro_batches))
+        generated = generate_transformer(TransformerOptions(1, 2, 1, 2, 64, micro_batches))
         kinds = Counter[str]()
         for row in tables(generated)[0].nodes.rows(named=True):
             kinds["optimizer" if "optimizer" in row["name"].lower() else "model"] += row["num_ops"] or 0
@@ -207,9 +207,9 @@ def test_twice_the_micro_batches_are_twice_the_work_before_the_optimizer(factor:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: collectives(CollectiveOptions("all_reduce", 3, algorithm="ring", compute_us=4)),
-        lambda: pipeline(PipelineOptions(3, 4)),
-        lambda: transformer(TransformerOptions(2, 2, 2, 2, 64)),
+        lambda: generate_collectives(CollectiveOptions("all_reduce", 3, algorithm="ring", compute_us=4)),
+        lambda: generate_pipeline(PipelineOptions(3, 4)),
+        lambda: generate_transformer(TransformerOptions(2, 2, 2, 2, 64)),
     ],
 )
 def test_what_is_generated_is_the_same_every_time_and_a_graph(make, tmp_path: Path) -> None:
@@ -229,5 +229,5 @@ def test_what_is_generated_is_the_same_every_time_and_a_graph(make, tmp_path: Pa
 )  # fmt: skip
 def test_what_an_algorithm_cannot_do_is_refused(options: CollectiveOptions) -> None:
     with pytest.raises(UsageError) as caught:
-        collectives(options)
+        generate_collectives(options)
     assert caught.value.slug == "cannot-generate"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.public_traces import DATA, swept
 from traceloom.analyze import answer, data_loading, host, memory, modules, operators, quality
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
@@ -112,7 +112,7 @@ def check_host(trace: Trace) -> None:
 
 def check_operators(trace: Trace) -> None:
     work_ns = int(trace.gpu_work()["duration_ns"].clip(lower_bound=0).sum())
-    tree = forest(trace)
+    tree = build_forest(trace)
     category = trace.events["category"].gather(tree.row)
     ours = trace.events["name"].gather(tree.row).str.starts_with("traceloom.")
     is_op = ((category == "op") & ~ours).to_numpy()

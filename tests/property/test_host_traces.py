@@ -13,11 +13,11 @@ import pytest
 from hypothesis import strategies as st
 
 from traceloom.errors import InputError
-from traceloom.formats.alignment import align, hash_numbers, hashes, occurrences
+from traceloom.formats.alignment import align, build_hashes, find_occurrences, hash_numbers
 from traceloom.formats.host_trace import read_host_trace
 from traceloom.graph.host_match import match
 from traceloom.testing import HostTraceBuilder
-from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, build_trace_pair
 from traceloom.trace.trace import HOST_OPS
 
 NAMES = st.one_of(
@@ -94,7 +94,7 @@ TOKENS = st.lists(st.integers(0, 4), max_size=40).map(lambda values: hash_number
 
 @hypothesis.given(TOKENS, TOKENS)
 def test_occurrences_are_all_there_are(pattern, text):
-    found = occurrences(hashes(pattern), hashes(text)).tolist()
+    found = find_occurrences(build_hashes(pattern), build_hashes(text)).tolist()
     size = pattern.size
     expected = [at for at in range(text.size - size + 1) if size and (text[at : at + size] == pattern).all()]
     assert found == expected
@@ -102,11 +102,11 @@ def test_occurrences_are_all_there_are(pattern, text):
 
 @hypothesis.given(TOKENS, TOKENS)
 def test_alignments_pair_equal_elements_in_order(one, other):
-    mine, theirs = align(hashes(one), hashes(other))
+    mine, theirs = align(build_hashes(one), build_hashes(other))
     assert (one[mine] == other[theirs]).all()
     assert (np.diff(mine) > 0).all()
     assert (np.diff(theirs) > 0).all()
-    same, _ = align(hashes(one), hashes(one))
+    same, _ = align(build_hashes(one), build_hashes(one))
     assert same.size == one.size
 
 
@@ -130,7 +130,9 @@ def steps(draw: st.DrawFn) -> list[NestedOp]:
 @hypothesis.given(steps(), st.integers(1, 6), st.data())
 def test_a_recorded_iteration_is_found_whole_by_names(step, count, data):
     recorded = data.draw(st.integers(0, count - 1))
-    device, host = (one.build() for one in pair([step] * count, recorded=range(recorded, recorded + 1), keys="none"))
+    device, host = (
+        one.build() for one in build_trace_pair([step] * count, recorded=range(recorded, recorded + 1), keys="none")
+    )
     found = match(device, host)
     every = sum(_ops(call) for call in step)
     assert (found.matched, found.ops) == (every, every)
@@ -145,7 +147,7 @@ def test_a_recorded_iteration_is_found_whole_by_names(step, count, data):
 @hypothesis.given(st.lists(steps(), min_size=2, max_size=5), st.data())
 def test_ids_find_the_true_event_of_every_op(iterations, data):
     recorded = data.draw(st.integers(0, len(iterations) - 1))
-    device, host = (one.build() for one in pair(iterations, recorded=range(recorded, recorded + 1)))
+    device, host = (one.build() for one in build_trace_pair(iterations, recorded=range(recorded, recorded + 1)))
     found = match(device, host)
     assert found.exact
     joined = device.events.with_columns(pl.Series("host_op", found.host_op)).filter(pl.col("host_op") >= 0)
@@ -157,7 +159,7 @@ def test_ids_find_the_true_event_of_every_op(iterations, data):
 @hypothesis.given(steps(), st.data())
 def test_a_few_lost_ops_do_not_lose_the_others(step, data):
     long = step * 12
-    device, host = pair([long], keys="none")
+    device, host = build_trace_pair([long], keys="none")
     trace, whole = device.build(), host.build()
     is_op = ~whole.roots()
     every = int(is_op.sum())

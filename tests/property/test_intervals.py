@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from traceloom.analyze.intervals import (
     Spans,
-    clip,
-    complement,
-    coverage,
-    difference,
-    intersection,
-    merge,
-    overlaps,
-    summed_coverage,
-    union,
+    clip_spans,
+    compute_coverage,
+    find_overlaps,
+    intersect_spans,
+    invert_spans,
+    merge_intervals,
+    merge_spans,
+    subtract_spans,
+    sum_clipped_durations,
 )
 
 LIMIT = 60
@@ -30,7 +30,7 @@ def arrays(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def spans(pairs: list[tuple[int, int]]) -> Spans:
-    return union(*arrays(pairs))
+    return merge_intervals(*arrays(pairs))
 
 
 def seconds(pairs: list[tuple[int, int]]) -> set[int]:
@@ -54,23 +54,23 @@ def test_a_union_holds_what_is_in_any_interval(one: list[tuple[int, int]]) -> No
 @given(intervals, intervals)
 def test_set_operations_agree_with_sets(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     a, b = spans(one), spans(other)
-    assert content(intersection(a, b)) == seconds(one) & seconds(other)
-    assert content(difference(a, b)) == seconds(one) - seconds(other)
-    assert content(merge(a, b)) == seconds(one) | seconds(other)
+    assert content(intersect_spans(a, b)) == seconds(one) & seconds(other)
+    assert content(subtract_spans(a, b)) == seconds(one) - seconds(other)
+    assert content(merge_spans(a, b)) == seconds(one) | seconds(other)
 
 
 @given(intervals, times, times)
 def test_clip_and_complement_split_a_window(one: list[tuple[int, int]], low: int, high: int) -> None:
     window = set(range(low, high))
-    assert content(clip(spans(one), low, high)) == seconds(one) & window
-    assert content(complement(spans(one), low, high)) == window - seconds(one)
+    assert content(clip_spans(spans(one), low, high)) == seconds(one) & window
+    assert content(invert_spans(spans(one), low, high)) == window - seconds(one)
 
 
 @given(intervals, intervals)
 def test_coverage_counts_the_nanoseconds_in_each_window(
     one: list[tuple[int, int]], windows: list[tuple[int, int]]
 ) -> None:
-    found = coverage(spans(one), *arrays(windows))
+    found = compute_coverage(spans(one), *arrays(windows))
     assert found.tolist() == [len(seconds(one) & set(range(low, high))) for low, high in windows]
 
 
@@ -79,14 +79,14 @@ def test_summed_coverage_counts_every_interval_by_itself(
     one: list[tuple[int, int]], windows: list[tuple[int, int]]
 ) -> None:
     ordered = [(low, max(low, high)) for low, high in windows]
-    found = summed_coverage(*arrays(one), *arrays(ordered))
+    found = sum_clipped_durations(*arrays(one), *arrays(ordered))
     assert found.tolist() == [sum(len(set(range(*i)) & set(range(*w))) for i in one) for w in ordered]
 
 
 @given(intervals, intervals)
 def test_overlaps_are_all_pairs_that_share_time(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     b = spans(other)
-    found = overlaps(*arrays(one), b)
+    found = find_overlaps(*arrays(one), b)
     pairs = list(zip(b.start.tolist(), b.end.tolist(), strict=True))
     wanted = [
         (i, j, max(low, start), min(high, end))
@@ -100,9 +100,9 @@ def test_overlaps_are_all_pairs_that_share_time(one: list[tuple[int, int]], othe
 @given(intervals, st.integers(-(2**61), 2**61))
 def test_nothing_depends_on_where_zero_is(one: list[tuple[int, int]], shift: int) -> None:
     start, end = arrays(one)
-    moved = union(start + shift, end + shift)
+    moved = merge_intervals(start + shift, end + shift)
     assert content(Spans(moved.start - shift, moved.end - shift)) == seconds(one)
     low, high = np.array([shift]), np.array([shift + LIMIT])
     whole = sum(len(range(*pair)) for pair in one)
-    assert summed_coverage(start + shift, end + shift, low, high).tolist() == [whole]
-    assert coverage(moved, low, high).tolist() == [len(seconds(one))]
+    assert sum_clipped_durations(start + shift, end + shift, low, high).tolist() == [whole]
+    assert compute_coverage(moved, low, high).tolist() == [len(seconds(one))]

@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.fleet_link.protocol import Heartbeat, HostDevice, HostProcess
-from traceloom.agent.traces.requests import Wanted
-from traceloom.fleet.handlers.now import By, LiveParameters, LiveRow, counted_states, devices_now, live, processes_of
-from traceloom.fleet.service.requests import HostNow, matching_processes, slowest_and_median
+from traceloom.agent.traces.requests import TraceSpec
+from traceloom.fleet.handlers.now import (
+    By,
+    LiveParameters,
+    LiveRow,
+    build_live_answer,
+    count_states,
+    list_devices,
+    list_job_processes,
+)
+from traceloom.fleet.service.requests import LastHeartbeat, select_processes, select_slowest_and_median
 
 NOW = 1_790_000_000 * 10**9
 JOBS = ("", "llm", "llm-2", "k[1]", "K*")
@@ -33,7 +41,7 @@ processes = st.builds(
     steps_per_second=st.none() | some((0.0, 0.25, 2.0, 8.0)),
 )  # fmt: skip
 heartbeats = st.builds(
-    lambda devices, processes, ago: HostNow(
+    lambda devices, processes, ago: LastHeartbeat(
         heartbeat=Heartbeat(sent_ns=1, boot_id="b", version="1", devices=devices, processes=processes),
         received_ns=NOW - ago,
     ),
@@ -51,7 +59,7 @@ def like(text: str, pattern: str) -> bool:
     )
 
 
-def by_hand(hosts: dict[str, HostNow], asked: LiveParameters) -> dict[tuple[str, ...], dict[str, Any]]:
+def by_hand(hosts: dict[str, LastHeartbeat], asked: LiveParameters) -> dict[tuple[str, ...], dict[str, Any]]:
     """Key of a row -> what is measured for it, gathered one heartbeat after the other."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for host, now in hosts.items():
@@ -97,9 +105,9 @@ def key_of(row: LiveRow, by: By) -> tuple[str, ...]:
 
 
 @given(hosts=fleets, by=some(("job", "host", "device")), job=some(PATTERNS), host=some(("", "n?", "n1", "[n]*")))
-def test_rows_are_those_of_plain_loops(hosts: dict[str, HostNow], by: By, job: str, host: str) -> None:
+def test_rows_are_those_of_plain_loops(hosts: dict[str, LastHeartbeat], by: By, job: str, host: str) -> None:
     asked = LiveParameters(by=by, job=job, host=host)
-    answer, expected = live(hosts, asked, NOW), by_hand(hosts, asked)
+    answer, expected = build_live_answer(hosts, asked, NOW), by_hand(hosts, asked)
     assert (answer.at_ns, answer.more) == (NOW, False)
     assert [key_of(row, by) for row in answer.rows] == sorted(expected)
     for row in answer.rows:
@@ -124,22 +132,22 @@ def test_rows_are_those_of_plain_loops(hosts: dict[str, HostNow], by: By, job: s
 
 @given(hosts=fleets, by=some(("job", "host", "device")), top=st.integers(1, 4), order=st.randoms(use_true_random=False))
 def test_the_order_in_which_hosts_spoke_changes_nothing_and_a_page_is_the_beginning(
-    hosts: dict[str, HostNow], by: By, top: int, order: Any
+    hosts: dict[str, LastHeartbeat], by: By, top: int, order: Any
 ) -> None:
-    every = live(hosts, LiveParameters(by=by), NOW).rows
+    every = build_live_answer(hosts, LiveParameters(by=by), NOW).rows
     names = list(hosts)
     order.shuffle(names)
-    page = live({name: hosts[name] for name in names}, LiveParameters(by=by, top=top), NOW)
+    page = build_live_answer({name: hosts[name] for name in names}, LiveParameters(by=by, top=top), NOW)
     assert page.rows == every[:top]
     assert page.more == (len(every) > top)
 
 
 @given(hosts=fleets, lost=st.sets(some(("n1", "n2", "m1"))))
-def test_a_device_is_in_one_state_and_lists_who_holds_it(hosts: dict[str, HostNow], lost: set[str]) -> None:
+def test_a_device_is_in_one_state_and_lists_who_holds_it(hosts: dict[str, LastHeartbeat], lost: set[str]) -> None:
     fresh = {host: now for host, now in hosts.items() if host not in lost}
-    rows = devices_now(hosts, fresh)
+    rows = list_devices(hosts, fresh)
     assert [row.host for row in rows] == sorted(row.host for row in rows)
-    assert sum(counted_states(rows).values()) == len(rows) == sum(len(now.heartbeat.devices) for now in hosts.values())
+    assert sum(count_states(rows).values()) == len(rows) == sum(len(now.heartbeat.devices) for now in hosts.values())
     for row in rows:
         now = hosts[row.host].heartbeat
         [device] = [device for device in now.devices if device.uuid == row.device]
@@ -155,21 +163,21 @@ def test_a_device_is_in_one_state_and_lists_who_holds_it(hosts: dict[str, HostNo
 
 @given(hosts=fleets, job=some(JOBS[1:]), ranks=st.sets(st.integers(0, 5)).map(sorted).map(tuple), host=some(("", "n1")))
 def test_a_request_is_about_the_processes_that_it_names_and_the_slowest_of_them(
-    hosts: dict[str, HostNow], job: str, ranks: tuple[int, ...], host: str
+    hosts: dict[str, LastHeartbeat], job: str, ranks: tuple[int, ...], host: str
 ) -> None:
-    matching = matching_processes(hosts, Wanted(job=job, steps=3, ranks=ranks, host=host))
+    matching = select_processes(hosts, TraceSpec(job=job, steps=3, ranks=ranks, host=host))
     pairs = [
         (name, process) for name, now in hosts.items() for process in now.heartbeat.processes if process.job == job
     ]
     wanted = [(n, p) for n, p in pairs if (not ranks or p.rank in ranks) and host in ("", n)]
     assert [(name, process) for name, chosen in matching.items() for process in chosen] == wanted
     assert all(matching.values())
-    members = processes_of(hosts, job)
+    members = list_job_processes(hosts, job)
     assert sorted(map(repr, members)) == sorted(map(repr, pairs))
     numbered = [process.rank for _, process in members if process.rank is not None]
     assert numbered == sorted(numbered)
     assert all(process.rank is None for _, process in members[len(numbered) :])
-    chosen = [process for each in slowest_and_median(matching).values() for process in each]
+    chosen = [process for each in select_slowest_and_median(matching).values() for process in each]
     paced = sorted(p.steps_per_second for _, p in wanted if p.steps_per_second is not None and p.rank is not None)
     assert sorted(process.steps_per_second or 0.0 for process in chosen) == (
         [] if not paced else [paced[0]] if len(paced) == 1 else sorted([paced[0], paced[len(paced) // 2]])

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traceloom.errors import InvariantError
-from traceloom.graph.graph import acyclic, topological_order
+from traceloom.graph.graph import is_acyclic, sort_topologically
 from traceloom.system import units
 from traceloom.trace.arrays import (
-    Texts,
+    NumberedTexts,
     encode_names_by_piece,
-    innermost_stretch,
-    nearest,
-    sorted_unique,
-    subtree_stops,
+    find_innermost_stretch,
+    find_nearest_ancestor,
+    find_subtree_stops,
+    sort_unique,
 )
-from traceloom.trace.session import ThreadClock, samples_of
-from traceloom.trace.vocabulary import copy_kind, memory_kinds
+from traceloom.trace.session import ThreadClock, parse_thread_clocks
+from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
 
 QUICK = settings(deadline=None)
 
@@ -46,7 +46,7 @@ def test_the_nearest_wanted_ancestor_is_found(parents: list[int], data: st.DataO
         parent = parents[row]
         return parent if parent < 0 or wanted[parent] else above(parent)
 
-    found = nearest(np.array(parents, dtype=np.int64), np.array(wanted, dtype=np.bool_))
+    found = find_nearest_ancestor(np.array(parents, dtype=np.int64), np.array(wanted, dtype=np.bool_))
     assert found.tolist() == [above(row) for row in range(len(parents))]
 
 
@@ -63,7 +63,7 @@ def test_a_subtree_stops_where_the_first_row_begins_after_it(rows: list[tuple[in
     for row in range(len(rows)):
         later = [at for at in range(row + 1, len(rows)) if lane[at] != lane[row] or start[at] >= end[row]]
         expected.append(min(later, default=len(rows)))
-    assert subtree_stops(lane, start, end).tolist() == expected
+    assert find_subtree_stops(lane, start, end).tolist() == expected
 
 
 @st.composite
@@ -86,7 +86,7 @@ def test_the_innermost_stretch_around_a_position_is_the_last_that_is_open(
     size, stretches = made
     here, stop = (np.array([one[at] for one in stretches], dtype=np.int64) for at in range(2))
     expected = [max((low for low, high in stretches if low < at < high), default=-1) for at in range(size)]
-    assert innermost_stretch(here, stop, size).tolist() == expected
+    assert find_innermost_stretch(here, stop, size).tolist() == expected
 
 
 # -- orders ----------------------------------------------------------------------------------------------------------
@@ -105,15 +105,15 @@ def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(edges: 
         point for point in range(2 * nodes) if point not in done and all(a in done for a, b in every if b == point)
     }:
         done |= ready
-    assert acyclic(nodes, source, target) == (len(done) == 2 * nodes)
+    assert is_acyclic(nodes, source, target) == (len(done) == 2 * nodes)
     if len(done) < 2 * nodes:
         with pytest.raises(InvariantError) as caught:
-            topological_order(nodes, source, target)
+            sort_topologically(nodes, source, target)
         assert caught.value.slug == "broken-cycle"
         named = int(re.search(r"of node (\d+)", caught.value.message)[1])  # type: ignore[index]
         assert {2 * named, 2 * named + 1} - done
         return
-    place = {point: at for at, point in enumerate(topological_order(nodes, source, target).tolist())}
+    place = {point: at for at, point in enumerate(sort_topologically(nodes, source, target).tolist())}
     assert sorted(place) == list(range(2 * nodes))
     assert all(place[a] < place[b] for a, b in every)
 
@@ -124,7 +124,7 @@ def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(edges: 
 @QUICK
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=20))
 def test_different_values_are_sorted_and_stand_once(values: list[int]) -> None:
-    assert sorted_unique(np.array(values, dtype=np.int64)).tolist() == sorted(set(values))
+    assert sort_unique(np.array(values, dtype=np.int64)).tolist() == sorted(set(values))
 
 
 @QUICK
@@ -135,7 +135,7 @@ def test_texts_and_their_numbers_say_the_same(values: list[str | None]) -> None:
     assert [different[int(number)] for number in numbers] == texts
     assert different.n_unique() == different.len()
     codes = np.array([-1 if value is None else int(numbers[texts.index(value)]) for value in values], dtype=np.int32)
-    assert Texts(different.to_list()).column(codes).to_list() == values
+    assert NumberedTexts(different.to_list()).column(codes).to_list() == values
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_how_long_a_thread_ran_lies_between_its_bounds(
     times = np.array(sorted({min(at, len(runs)) for at in samples}), dtype=np.int64)
     clock = ThreadClock(times, ran[times])
     low, high = (np.array([min(f(span), len(runs)) for span in spans], dtype=np.int64) for f in (min, max))
-    least, most = clock.ran(low, high)
+    least, most = clock.bound_cpu_time(low, high)
     truth = ran[high] - ran[low]
     assert (least <= truth).all()
     assert (truth <= most).all()
@@ -177,12 +177,12 @@ def test_how_long_a_thread_ran_lies_between_its_bounds(
     ],
 )  # fmt: skip
 def test_samples_that_are_none_tell_of_no_thread(table: Any) -> None:
-    assert samples_of({"thread_cpu": table}, "rank0.json") == {}
+    assert parse_thread_clocks({"thread_cpu": table}, "rank0.json") == {}
 
 
 def test_samples_stand_in_the_order_of_time_and_never_fall() -> None:
     table = {"thread": [7, 9, 7, 7], "time_ns": [30, 5, 10, 20], "cpu_ns": [9, 1, 5, 4]}
-    (only,) = samples_of({"thread_cpu": table}, "x").items()
+    (only,) = parse_thread_clocks({"thread_cpu": table}, "x").items()
     assert only[0] == "7"
     assert only[1].time_ns.tolist() == [10, 20, 30]
     assert only[1].ran_ns.tolist() == [5, 5, 9]
@@ -202,7 +202,7 @@ def read_back(text: str, scales: dict[str, float]) -> float:
 @QUICK
 @given(value=st.integers(-(2**62), 2**62) | st.integers(-2000, 2000))
 def test_a_duration_and_a_size_can_be_read_back_within_half_a_per_cent(value: int) -> None:
-    for write, scales in ((units.duration, SCALES), (units.size, BYTES)):
+    for write, scales in ((units.format_duration, SCALES), (units.format_size, BYTES)):
         assert read_back(write(value), scales) == pytest.approx(value, rel=0.00501, abs=1e-9)
 
 
@@ -210,15 +210,15 @@ def test_a_duration_and_a_size_can_be_read_back_within_half_a_per_cent(value: in
 @given(values=st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)))
 def test_what_is_longer_is_not_shown_as_shorter(values: tuple[int, int]) -> None:
     low, high = sorted(values)
-    assert read_back(units.duration(low), SCALES) <= read_back(units.duration(high), SCALES)
-    assert read_back(units.size(low), BYTES) <= read_back(units.size(high), BYTES)
+    assert read_back(units.format_duration(low), SCALES) <= read_back(units.format_duration(high), SCALES)
+    assert read_back(units.format_size(low), BYTES) <= read_back(units.format_size(high), BYTES)
 
 
 @QUICK
 @given(part=st.integers(0, 10**6), whole=st.integers(1, 10**6))
 def test_a_share_is_shown_within_its_rounding_and_never_as_all_or_nothing(part: int, whole: int) -> None:
     part = min(part, whole)
-    text = units.share(part, whole)
+    text = units.format_share(part, whole)
     assert (text == "0 %") == (part == 0)
     assert (text == "100 %") == (part == whole)
     number = float(re.sub(r"[<> %]", "", text))
@@ -233,8 +233,8 @@ def test_a_share_is_shown_within_its_rounding_and_never_as_all_or_nothing(part: 
 @QUICK
 @given(value=st.integers(-(10**15), 10**15))
 def test_counts_have_all_their_digits(value: int) -> None:
-    assert int(units.count(value).replace("\u202f", "")) == value
-    assert int(units.number(value).replace("\u202f", "")) == value
+    assert int(units.format_count(value).replace("\u202f", "")) == value
+    assert int(units.format_number(value).replace("\u202f", "")) == value
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,12 @@ def test_counts_have_all_their_digits(value: int) -> None:
     ],
 )  # fmt: skip
 def test_words_are_counted_as_people_do(value: int, what: str, text: str) -> None:
-    assert units.count_of(value, what) == text
+    assert units.format_quantity(value, what) == text
 
 
-@pytest.mark.parametrize("unit", units.NUMBERS)
+@pytest.mark.parametrize("unit", units.NUMERIC_UNITS)
 def test_what_is_unknown_is_a_dash_in_every_unit(unit: str) -> None:
-    assert units.NONE in units.format_value(None, unit) or units.format_value(None, unit) == ""
+    assert units.UNKNOWN_TEXT in units.format_value(None, unit) or units.format_value(None, unit) == ""
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -279,4 +279,4 @@ def test_the_way_of_a_copy_is_read_in_every_spelling(source: str, target: str, s
     ],
 )  # fmt: skip
 def test_kinds_of_memory_are_those_of_the_name_or_of_the_numbers(arguments: Any, kinds: tuple[Any, Any]) -> None:
-    assert memory_kinds(*arguments) == kinds
+    assert parse_memory_kinds(*arguments) == kinds

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.trace.arrays import Nesting, nest
+from traceloom.trace.arrays import Nesting, build_nesting
 
 spans = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 20)), max_size=40)
 
@@ -14,7 +14,7 @@ spans = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0,
 def nested(rows: list[tuple[int, int, int]]) -> tuple[Nesting, np.ndarray, np.ndarray, np.ndarray]:
     rows = sorted(rows, key=lambda row: (row[1], -row[2]))
     lane, start, length = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(3))
-    return nest(lane, start, start + length, np.ones(len(rows), dtype=bool)), lane, start, start + length
+    return build_nesting(lane, start, start + length, np.ones(len(rows), dtype=bool)), lane, start, start + length
 
 
 @given(spans)

@@ -13,7 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.fleet.analyses.attribution import OTHERS, attribution, periods, tree
+from traceloom.fleet.analyses.attribution import (
+    OTHERS_LABEL,
+    build_attribution_tree,
+    compute_ownership_periods,
+    divide_device_time,
+)
 from traceloom.fleet.rules import OwnerRule, Prices
 from traceloom.fleet.store.schema import SCHEMAS
 
@@ -129,7 +134,7 @@ def owner(
 def test_a_job_belongs_at_every_time_to_whom_a_plain_loop_says(
     jobs: list[dict[str, Any]], people: list[dict[str, Any]], rules: list[OwnerRule]
 ) -> None:
-    frame = periods(said_table("jobs", jobs), said_table("owners", people), rules)
+    frame = compute_ownership_periods(said_table("jobs", jobs), said_table("owners", people), rules)
     spoken_of = {row["job"] for row in (*jobs, *people)}
     assert set(frame["job"]) == spoken_of
     for job in spoken_of:
@@ -147,7 +152,7 @@ def test_what_was_said_for_a_while_hides_nothing_that_holds_on() -> None:
         {"job": "a", "division": "ads", "valid_from_ns": BEGIN_NS, "hours": None},
         {"job": "a", "division": "maps", "valid_from_ns": BEGIN_NS + DAY_NS, "hours": 24},
     ]
-    frame = periods(table("jobs", []), said_table("owners", people))
+    frame = compute_ownership_periods(table("jobs", []), said_table("owners", people))
     assert frame.select("from_ns", "division").rows()[1:] == [
         (BEGIN_NS, "ads"), (BEGIN_NS + DAY_NS, "maps"), (BEGIN_NS + 2 * DAY_NS, "ads"),
     ]  # fmt: skip
@@ -157,8 +162,8 @@ def test_what_was_said_for_a_while_hides_nothing_that_holds_on() -> None:
 def test_time_and_energy_of_an_owner_are_the_sum_of_the_rows_that_are_theirs(
     usage: list[dict[str, Any]], jobs: list[dict[str, Any]], people: list[dict[str, Any]]
 ) -> None:
-    owned = periods(said_table("jobs", jobs), said_table("owners", people))
-    result = attribution(usage_table(usage), owned, ["division", "device_model"]).leaves
+    owned = compute_ownership_periods(said_table("jobs", jobs), said_table("owners", people))
+    result = divide_device_time(usage_table(usage), owned, ["division", "device_model"]).leaves
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for row in usage:
         at_ns = BEGIN_NS + row["half"] * DAY_NS // 2
@@ -198,9 +203,9 @@ prices_of = st.builds(
 def test_a_part_costs_its_hours_and_kilowatt_hours_at_their_prices(
     usage: list[dict[str, Any]], prices: Prices, every_half_day: bool
 ) -> None:
-    owned = periods(table("jobs", []), table("owners", []))
+    owned = compute_ownership_periods(table("jobs", []), table("owners", []))
     every_ns = DAY_NS // 2 if every_half_day else None
-    rows = attribution(usage_table(usage), owned, ["device"], prices, every_ns).leaves.to_dicts()
+    rows = divide_device_time(usage_table(usage), owned, ["device"], prices, every_ns).leaves.to_dicts()
     sums: dict[tuple[Any, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in usage:
         time_ns = BEGIN_NS + row["half"] * DAY_NS // 2 if every_half_day else None
@@ -225,10 +230,12 @@ def test_a_part_costs_its_hours_and_kilowatt_hours_at_their_prices(
 def test_each_part_of_a_tree_is_the_sum_of_its_parts_and_the_largest_stand_alone(
     usage: list[dict[str, Any]], jobs: list[dict[str, Any]], top: int
 ) -> None:
-    divided = attribution(
-        usage_table(usage), periods(said_table("jobs", jobs), table("owners", [])), ["device", "user", "job"]
+    divided = divide_device_time(
+        usage_table(usage),
+        compute_ownership_periods(said_table("jobs", jobs), table("owners", [])),
+        ["device", "user", "job"],
     )
-    rows = tree(divided, top).rows.to_dicts()
+    rows = build_attribution_tree(divided, top).rows.to_dicts()
     parts = {tuple(row["values"]): row for row in rows}
     assert len(parts) == len(rows)
     assert parts[()]["device_ms"] == sum(row["device_ms"] for row in usage)
@@ -236,11 +243,11 @@ def test_each_part_of_a_tree_is_the_sum_of_its_parts_and_the_largest_stand_alone
         inner = [of for of in parts if of[:-1] == values and len(of) == len(values) + 1]
         if len(values) < 3:
             assert sum(parts[of]["device_ms"] for of in inner) == row["device_ms"]
-            alone = [of for of in inner if of[-1] != OTHERS]
+            alone = [of for of in inner if of[-1] != OTHERS_LABEL]
             assert len(alone) <= top
             times = [parts[of]["device_ms"] for of in alone]
             assert times == sorted(times, reverse=True)  # as they stand: the largest first
-            if len(inner) > len(alone) and values[-1:] != (OTHERS,):
-                assert inner[-1][-1] == OTHERS
+            if len(inner) > len(alone) and values[-1:] != (OTHERS_LABEL,):
+                assert inner[-1][-1] == OTHERS_LABEL
                 assert len(alone) == top
         assert list(parts).index(values) <= min((list(parts).index(of) for of in inner), default=len(parts))

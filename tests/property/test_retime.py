@@ -19,8 +19,8 @@ from traceloom.errors import InvariantError
 from traceloom.formats import load
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
 from traceloom.graph import graph as gs
-from traceloom.graph.critical_path import binding_edges, critical_path, parts, walk_back
-from traceloom.graph.graph import Graph, topological_order
+from traceloom.graph.critical_path import find_binding_edges, find_critical_path, summarize_path, walk_back
+from traceloom.graph.graph import Graph, sort_topologically
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
 
@@ -171,13 +171,13 @@ def test_points_that_wait_for_each_other_are_refused(graph: Graph, data: Any) ->
         Plan(broken)
     assert refused.value.slug == "broken-cycle"
     with pytest.raises(InvariantError):
-        topological_order(broken.nodes.height, *broken.points())
+        sort_topologically(broken.nodes.height, *broken.points())
 
 
 @unhurried
 @given(graphs(most=30))
 def test_the_order_of_points_puts_each_after_what_it_waits_for(graph: Graph) -> None:
-    order = topological_order(graph.nodes.height, *graph.points())
+    order = sort_topologically(graph.nodes.height, *graph.points())
     assert sorted(order.tolist()) == list(range(2 * graph.nodes.height))
     place = np.empty(order.size, dtype=np.int64)
     place[order] = np.arange(order.size)
@@ -229,7 +229,7 @@ def test_shortening_a_node_moves_its_successors_unless_something_else_binds(grap
     after = Plan(ready).evaluate(work, delay, residuals=False)
     assert (after <= before).all(), "something came later because a node got shorter"
     delay = np.array(in_part(ready, work, delay), dtype=np.int64)
-    bound = binding_edges(ready, after, work_ns=work, delay_ns=delay)
+    bound = find_binding_edges(ready, after, work_ns=work, delay_ns=delay)
     source, _ = ready.points()
     for point in np.flatnonzero(after == before).tolist():
         # Whatever did not move is held by something that is named and did not move either, or waits for nothing.
@@ -260,7 +260,7 @@ def test_every_public_trace_keeps_the_law(path: Path) -> None:
 @unhurried
 def test_a_trail_goes_point_by_point_over_what_each_waited_for_last(graph: Graph, data: Any) -> None:
     times, source = graph.point_times(), graph.points()[0]
-    bound = binding_edges(graph)
+    bound = find_binding_edges(graph)
     last = data.draw(st.integers(0, len(times) - 1))
     until = data.draw(st.none() | st.integers(0, 130))
     expected = [last]
@@ -275,7 +275,7 @@ def test_a_trail_goes_point_by_point_over_what_each_waited_for_last(graph: Graph
 @given(graphs())
 @unhurried
 def test_the_parts_of_a_path_are_its_times_by_kind(graph: Graph) -> None:
-    path = critical_path(graph)
+    path = find_critical_path(graph)
     found: dict[tuple[str, str], list[int]] = {}
     for frame, rows, columns in (
         (graph.nodes, path.nodes, {"work": "work_ns", "residual": "residual_ns"}),
@@ -287,5 +287,5 @@ def test_the_parts_of_a_path_are_its_times_by_kind(graph: Graph) -> None:
                     found.setdefault((what, kind), []).append(time)
     if before := int(graph.point_times()[path.first] - graph.point_times().min()):
         found["before", "origin"] = [before]
-    told = {(what, kind): (count, time) for what, kind, count, time in parts(graph, path).rows()}
+    told = {(what, kind): (count, time) for what, kind, count, time in summarize_path(graph, path).rows()}
     assert told == {key: (len(times), sum(times)) for key, times in found.items()}

@@ -13,8 +13,8 @@ import traceloom
 from support.job_strategies import parallel_recipes, training_recipes
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from support.public_traces import DATA
-from traceloom.changes.bounds import busiest_lane_ns, most_saved_ns
-from traceloom.changes.changes import TARGETS, parse
+from traceloom.changes.bounds import compute_busiest_lane_ns, most_saved_ns
+from traceloom.changes.changes import NODE_TARGETS, parse
 from traceloom.changes.scenario import Scenario
 from traceloom.errors import UsageError
 from traceloom.graph import Plan, calibrate, link_session
@@ -25,7 +25,7 @@ from traceloom.graph.rank import link_rank
 PUBLIC = sorted((DATA / "kineto").glob("*.json.gz")) + sorted((DATA / "diff").glob("*.json.gz"))
 SELDOM = ("h100_owlv2.json.gz", "v100_test.json.gz", "a100_control.json.gz", "mi300_qwen_0.5b.json.gz")  # large
 CHANGES = (
-    *(f"{target} {action}" for target in TARGETS for action in ("* 0.3", "* 1.7", "remove")),
+    *(f"{target} {action}" for target in NODE_TARGETS for action in ("* 0.3", "* 1.7", "remove")),
     *(f"{target} overlap" for target in ("copies", "collectives", "kernels", "gpu")),
     "copies async", "network * 3", "idle remove", "kernels fuse", "kernels graph", "kernels balance",
     "loading workers 3", "rank 0 delay remove", "rank 1 delay remove",
@@ -43,7 +43,7 @@ def check(graph: Graph, *texts: str) -> bool:
         return False
     after = int(np.ptp(scenario.times(plan)))
     rounding = graph.nodes.height  # half a nanosecond at each node that is scaled
-    assert after >= busiest_lane_ns(scenario) - rounding, texts
+    assert after >= compute_busiest_lane_ns(scenario) - rounding, texts
     assert whole - after <= most_saved_ns(graph, scenario) + rounding, texts
     return True
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.strategies import builders
 from traceloom.formats import arguments, load, read_kineto
-from traceloom.formats.arguments import read_all_arguments, read_numbers
+from traceloom.formats.arguments import read_all_arguments, read_numeric_arguments
 from traceloom.testing import TraceBuilder
 from traceloom.trace import storage
 from traceloom.trace.trace import Trace
@@ -158,8 +158,8 @@ def test_a_trace_that_was_kept_is_the_trace_that_was_read(
     trace = read(place, builder)
     for kept in (True, False):
         folder = tmp_path_factory.mktemp("kept")
-        storage.save(trace, folder, kept=kept)
-        again = storage.load_trace(folder, kept=kept)
+        storage.save(trace, folder, permanent=kept)
+        again = storage.load_trace(folder, permanent=kept)
         assert again.meta == trace.meta
         assert again.notices == trace.notices
         for name, frame in trace.frames().items():
@@ -179,7 +179,7 @@ def test_arguments_that_are_read_again_are_those_of_the_event(place: Path, build
     }
     every = np.arange(trace.events.height)
     everything = list(read_all_arguments(trace, every))
-    sizes = read_numbers(trace, every, {"bytes": "bytes", "x": ("grid", 0)})
+    sizes = read_numeric_arguments(trace, every, {"bytes": "bytes", "x": ("grid", 0)})
     for event, (name, start, duration) in enumerate(trace.events.select("name", "start_ns", "duration_ns").rows()):
         entry = by_place[name, start - trace.meta.base_ns, duration]
         same = [one for one in entries if one["ph"] == "X" and by_place.get((str(one["name"]), ns(float(one["ts"])),

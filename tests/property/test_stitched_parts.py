@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.fleet_link.protocol import ClockOffset
-from traceloom.fleet.service.requests import HostPart, stitch
+from traceloom.fleet.service.requests import HostPart, merge_host_parts
 from traceloom.formats import capture_document
 
 BASE_NS = 1_795_000_000 * 10**9
@@ -82,7 +82,7 @@ def test_what_a_host_sends_changes_nothing_of_the_others(
         HostPart(host="evil", folder=put(folder / "evil", hostile, of_hostile), clock=None),
     ]
     whole = folder / "whole"
-    faults = stitch(parts, whole, {"id": "f"})
+    faults = merge_host_parts(parts, whole, {"id": "f"})
     read = capture_document.decode((whole / "capture.json").read_bytes(), whole)
     assert read is not None, "a capture that its own reader refuses"
     stood = json.loads((whole / "capture.json").read_text())
@@ -112,5 +112,5 @@ def test_lists_of_files_may_hold_anything(
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     part = put(folder / "evil", {**document(1), name: odd}, ["rank1.kineto.json"])
-    assert stitch([HostPart(host="evil", folder=part, clock=None)], folder / "whole", {}) == []
+    assert merge_host_parts([HostPart(host="evil", folder=part, clock=None)], folder / "whole", {}) == []
     assert name not in json.loads((folder / "whole" / "capture.json").read_text())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.hangs.stacks import GroupedStacks, grouped, numbers
+from traceloom.agent.hangs.stacks import GroupedStacks, format_ranges, group_stacks
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
@@ -52,7 +52,7 @@ def job(spots: Sequence[str], pids: Sequence[int], order: Sequence[int], blind: 
         for rank in order
         if rank != blind
     }  # fmt: skip
-    return grouped(processes, dumps, {} if blind is None else {pids[blind]: "permission denied"})
+    return group_stacks(processes, dumps, {} if blind is None else {pids[blind]: "permission denied"})
 
 
 def elsewhere(spots: Sequence[str]) -> set[int]:
@@ -100,7 +100,7 @@ def listed(text: str) -> list[int]:
 
 @given(st.sets(st.integers(0, 60)))
 def test_numbers_are_told_as_they_are(values: set[int]) -> None:
-    text = numbers(values)
+    text = format_ranges(values)
     assert (listed(text) if text else []) == sorted(values)
     assert all(later - earlier > 1 for earlier, later in ends_of_ranges(text))
 

@@ -16,27 +16,27 @@ from typing import Any
 import msgspec
 
 from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
-from traceloom.agent.api import Check, HistoryQuestion, SeriesAnswer, StatusAnswer, StepsBody
+from traceloom.agent.api import Check, HistoryQuery, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.collectors.cgroups import OomKill
-from traceloom.agent.config import Config, Locations
+from traceloom.agent.config import AgentPaths, Config
 from traceloom.agent.database import RequestStore
 from traceloom.agent.handlers.app import build_app
-from traceloom.agent.hangs.service import HangDesk
-from traceloom.agent.hangs.stacks import GroupedStacks, grouped
+from traceloom.agent.hangs.service import HangService
+from traceloom.agent.hangs.stacks import GroupedStacks, group_stacks
 from traceloom.agent.history import History
 from traceloom.agent.kineto.server import ProfilerRegistry
-from traceloom.agent.metrics import METRICS, Histogram, Reading
+from traceloom.agent.metrics import METRICS, HistogramReading, Reading
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
-from traceloom.agent.snapshot import Board, CollectorState
-from traceloom.agent.steps import Steps
+from traceloom.agent.snapshot import CollectorStatus, Snapshot
+from traceloom.agent.steps import StepCounter
 from traceloom.agent.topline import TracedFacts
-from traceloom.agent.traces.files import Places
-from traceloom.agent.traces.runner import RequestDesk
-from traceloom.agent.triggers.adapter import Triggers
+from traceloom.agent.traces.files import TraceDirectories
+from traceloom.agent.traces.runner import TraceService
+from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
-from traceloom.server.listener import Listeners, serve
+from traceloom.server.listener import OpenListeners, serve
 
 ANNA, BERT = 4001, 4002  # two users
 
@@ -50,9 +50,9 @@ def process(pid: int, uid: int, job: str, rank: int, steps_per_second: float | N
     )  # fmt: skip
 
 
-def full_board() -> Board:
+def full_board() -> Snapshot:
     """Every metric that is declared has a series: of two devices, a partition, two jobs of two users."""
-    board = Board()
+    board = Snapshot()
     now = time.time_ns()
     board.devices = {
         "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100", pci="00000000:1A:00.0", driver="570.1"),
@@ -69,7 +69,7 @@ def full_board() -> Board:
         OomKill(at_ns=now + 1, cgroup="/slurm-7", job="slurm-7", uid=ANNA, kills=2, limit_bytes=10**9),
         OomKill(at_ns=now + 2, cgroup="/shared", job="", uid=None, kills=1),
     ]
-    board.collectors["all"] = CollectorState("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
+    board.collectors["all"] = CollectorStatus("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
     values = {
         "device": ("GPU-0", "GPU-1"), "process": (anna.key, bert.key), "job": ("slurm-7", "slurm-8"), "cgroup": ("/slurm-7", "/slurm-8"),
         "command": ('python "train".py\n\\', "python b.py"), "pipe": ("tensor",), "engine": ("encoder", "decoder"), "part": ("gpu", "memory"),
@@ -77,14 +77,14 @@ def full_board() -> Board:
         "host": ("node1",), "method": ("declared",), "bound": ("lower", "upper"), "collector": ("cpu",), "mode": ("user", "system"),
         "state": ("used", "free"), "rank": ("0", "1"), "xid": ("",),
     }  # fmt: skip
-    readings: list[Reading | Histogram] = []
+    readings: list[Reading | HistogramReading] = []
     for number, metric in enumerate(METRICS.values()):
         choices = [values.get(label, (label,)) for label in metric.labels]
         for turn in range(max(map(len, choices), default=1)):
             labels = tuple(choice[min(turn, len(choice) - 1)] for choice in choices)
             if metric.kind == "histogram":
                 counts = tuple(min(3, place) for place in range(len(metric.bounds)))
-                readings.append(Histogram(metric.name, labels, counts, 5, 1.25))
+                readings.append(HistogramReading(metric.name, labels, counts, 5, 1.25))
             else:
                 readings.append(Reading(metric.name, labels, 1.0 if metric.kind == "info" else (number + turn) / 8))
     board.put("all", readings, now)
@@ -94,7 +94,7 @@ def full_board() -> Board:
 class SmallAgent:
     """Answers from a board that does not change; keeps what it was told."""
 
-    def __init__(self, config: Config | None = None, board: Board | None = None) -> None:
+    def __init__(self, config: Config | None = None, board: Snapshot | None = None) -> None:
         self.config = config or Config()
         self.board = board or full_board()
         self.acted: list[tuple[str, int | None, str, bool]] = []
@@ -102,21 +102,21 @@ class SmallAgent:
         self.learned: list[tuple[str, str, int]] = []
         self.looked_at: list[tuple[list[int], bool]] = []
         self.requests: list[tuple[str, int]] = []
-        self.questions: list[HistoryQuestion] = []
-        self.desk = RequestDesk(
+        self.questions: list[HistoryQuery] = []
+        self.desk = TraceService(
             self.config,
             ProfilerRegistry(),
             lambda: self.board.processes,
-            Steps(),
+            StepCounter(),
             RequestStore(None),
-            Places(Path("/nowhere")),
+            TraceDirectories(Path("/nowhere")),
             "",
         )
-        self.hangs = HangDesk(
-            self.config, self.board, History(None, self.config.history), Steps(), places=self.desk.places,
+        self.hangs = HangService(
+            self.config, self.board, History(None, self.config.history), StepCounter(), places=self.desk.places,
             path=Path("/nowhere/hangs.json"), boot_id="", note=lambda _what, _details: None,
         )  # fmt: skip
-        self.triggers = Triggers(
+        self.triggers = TriggerEngine(
             self.config, self.board, self.desk, TriggerStore(None), ThreadPoolExecutor(1), AuditLog(Path("/nowhere")),
             time.time_ns(),
         )  # fmt: skip
@@ -141,7 +141,7 @@ class SmallAgent:
             )
         ]
 
-    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
         self.questions.append(question)
         names = METRICS[question.metric].labels
         return [
@@ -167,7 +167,7 @@ class SmallAgent:
             )
             for process, thread in zip(processes, threads, strict=True)
         }
-        return grouped(processes, dumps, {})
+        return group_stacks(processes, dumps, {})
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         self.told.append((pid, uid, body))
@@ -175,22 +175,22 @@ class SmallAgent:
     def environment(self, uid: int) -> dict[str, str]:
         return {"UID": str(uid)}
 
-    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
-        self.acted.append((who, pid, route, allowed))
+    def acts(self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+        self.acted.append((actor, pid, route, allowed))
 
     def asked(self, route: str, code: int) -> None:
         self.requests.append((route, code))
 
 
-def locations_in(directory: Path) -> Locations:
-    return Locations(
+def locations_in(directory: Path) -> AgentPaths:
+    return AgentPaths(
         directory / "run" / "agent.sock", directory / "agent.db", directory / "audit.jsonl", directory / "kineto",
         directory / "requests.db", directory / "traces", directory / "hangs.json",
     )  # fmt: skip
 
 
 @contextmanager
-def listening(agent: SmallAgent, directory: Path) -> Iterator[Listeners]:
+def listening(agent: SmallAgent, directory: Path) -> Iterator[OpenListeners]:
     """Its listeners, in a loop in a thread of their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

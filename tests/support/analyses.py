@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from traceloom import analyze
-from traceloom.analyze.memory_answers import allocations
+from traceloom.analyze.memory_answers import explain_allocations
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
@@ -22,7 +22,7 @@ PROPORTIONAL: dict[str, Analysis] = {
 ALL: dict[str, Analysis] = PROPORTIONAL | {
     name: getattr(analyze, name)
     for name in ("idle", "launches", "patterns", "quality", "anti_patterns", "compiled", "inference", "roofline", "collectives")
-} | {"answer": lambda trace: analyze.answer(Session((trace,), "made")), "allocations": allocations}  # fmt: skip
+} | {"answer": lambda trace: analyze.answer(Session((trace,), "made")), "allocations": explain_allocations}  # fmt: skip
 
 
 def parts_of(result: Any) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import uvicorn
 from support.waiting import until
 from traceloom.cli.upload import FleetClient
 from traceloom.fleet.service.app import build_fleet_app
-from traceloom.fleet.service.executors import engine_of
-from traceloom.fleet.service.requests import HostDesk
-from traceloom.fleet.service.service import Service, ServiceLimits
-from traceloom.fleet.store.captures import Role, State
-from traceloom.fleet.store.objects import Objects
-from traceloom.fleet.store.schema import SCHEMAS, hours, minutes
+from traceloom.fleet.service.executors import create_engine
+from traceloom.fleet.service.requests import HostRegistry
+from traceloom.fleet.service.service import FleetService, ServiceLimits
+from traceloom.fleet.store.captures import Role, ServiceState
+from traceloom.fleet.store.objects import ObjectStore
+from traceloom.fleet.store.schema import SCHEMAS, compute_usage_hours, compute_usage_minutes
 from traceloom.fleet.store.tables import Tables
-from traceloom.fleet.triggers import FleetTriggers
+from traceloom.fleet.triggers import FleetTriggerEngine
 from traceloom.testing.fleet_weeks import Weeks
 
 
@@ -29,15 +29,17 @@ def fill(tables: Tables, weeks: Weeks) -> None:
     rows = {name: SCHEMAS[name].complete(frame) for name, frame in weeks.tables.items()}
     if weeks.observed.height:
         every = weeks.observed.select("host", "device", "device_model").unique()
-        of_minutes = minutes(weeks.observed, every.join(weeks.observed.select("time_ns").unique(), how="cross"))
-        rows |= {"usage_minute": of_minutes, "usage_hour": hours(of_minutes)}
+        of_minutes = compute_usage_minutes(
+            weeks.observed, every.join(weeks.observed.select("time_ns").unique(), how="cross")
+        )
+        rows |= {"usage_minute": of_minutes, "usage_hour": compute_usage_hours(of_minutes)}
     tables.commit("made", 1, rows)
 
 
 class AnsweringService:
     """A service, its address, and who asks it."""
 
-    def __init__(self, service: Service, url: str) -> None:
+    def __init__(self, service: FleetService, url: str) -> None:
         self.service, self.url = service, url
         self.admin = self.client("admin")
 
@@ -55,18 +57,18 @@ def answering(
     folder: Path, weeks: Weeks | None = None, limits: ServiceLimits | None = None, state: str = ""
 ) -> Iterator[AnsweringService]:  # fmt: skip
     """A service that answers, with a SQLite of its own or another `state`; nothing is analysed."""
-    records, tables = State(state or str(folder / "state.db")), Tables(str(folder / "store"))
+    records, tables = ServiceState(state or str(folder / "state.db")), Tables(str(folder / "store"))
     tables.create()
     if weeks is not None:
         fill(tables, weeks)
-    engine = engine_of("processes", 1)
-    service = Service(
-        records, Objects(str(folder / "store")), tables, engine, limits, lease_s=3600, commit_s=5,
-        incoming=folder / "from-hosts",
+    engine = create_engine("processes", 1)
+    service = FleetService(
+        records, ObjectStore(str(folder / "store")), tables, engine, limits, lease_s=3600, commit_s=5,
+        incoming_directory=folder / "from-hosts",
     )  # fmt: skip
     service.pipeline.lead()
-    service.hosts = HostDesk(records, folder / "from-hosts", service.pipeline.term)
-    service.triggers = FleetTriggers(service.hosts, tables)
+    service.hosts = HostRegistry(records, folder / "from-hosts", service.pipeline.term)
+    service.triggers = FleetTriggerEngine(service.hosts, tables)
     server = uvicorn.Server(uvicorn.Config(build_fleet_app(service), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, name="answering")
     thread.start()

@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from traceloom.formats.chakra.nodes import Workload, places, read_workload
-from traceloom.workload.chakra.generate import CollectiveOptions, Generated, RankProgram, collectives, write_generated
+from traceloom.formats.chakra.nodes import Workload, find_file_sets, read_workload
+from traceloom.workload.chakra.generate import (
+    CollectiveOptions,
+    Generated,
+    RankProgram,
+    generate_collectives,
+    write_generated,
+)
 from traceloom.workload.simulate.astra_sim.collectives import AnalyticalNetwork, Dimensions
 from traceloom.workload.simulate.astra_sim.config import AstraSimNetwork, AstraSimSystem
 from traceloom.workload.simulate.astra_sim.engine import Algorithm, AstraEngine
-from traceloom.workload.simulate.astra_sim.nodes import Compute, RankNodes, rank_nodes
+from traceloom.workload.simulate.astra_sim.nodes import Compute, RankNodes, build_rank_nodes
 
 
 def network(topology: str, npus: str, bandwidth: str, latency: str) -> AstraSimNetwork:
@@ -39,13 +45,13 @@ def system(implementation: str = "ring", dimensions: int = 1, **more: Any) -> As
 
 def workload(directory: Path) -> Workload:
     """A directory of `.et` files."""
-    (place,) = places([directory])
+    (place,) = find_file_sets([directory])
     return read_workload(place)
 
 
 def one_collective(directory: Path, kind: str, ranks: int, size: int) -> Workload:
     """A collective and nothing else."""
-    write_generated(collectives(CollectiveOptions(kind, ranks=ranks, size=size)), directory)
+    write_generated(generate_collectives(CollectiveOptions(kind, ranks=ranks, size=size)), directory)
     return workload(directory)
 
 
@@ -61,7 +67,7 @@ def two_collectives(directory: Path, kind: str, ranks: int, size: int) -> Worklo
 def nodes_of(read: Workload) -> list[RankNodes]:
     """The nodes of all ranks."""
     by_rank = dict(zip(read.ranks, read.tables, strict=True))
-    return [rank_nodes(rank, by_rank[rank], Compute()) for rank in range(len(read.ranks))]
+    return [build_rank_nodes(rank, by_rank[rank], Compute()) for rank in range(len(read.ranks))]
 
 
 def ends(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from traceloom.agent.kineto.server import parent_and_start
+from traceloom.agent.kineto.server import read_parent_and_start
 from traceloom.agent.ownership.model import Owner, Process
 
 # It trains until it is told otherwise. What is there before the first step is there after every trace.
@@ -127,7 +127,7 @@ class UnpreparedProgram:
 
 def described(pid: int, rank: int | None = None) -> Process:
     """A process as the agent's collector has it."""
-    parent, ticks = parent_and_start("/proc", pid)
+    parent, ticks = read_parent_and_start("/proc", pid)
     return Process(
         key=f"{pid}@{ticks}", pid=pid, start_ticks=ticks, started_ns=1, parent_pid=parent, uid=Path(f"/proc/{pid}").stat().st_uid,
         command="", owner=Owner(rank=rank),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.fleet.demo.data import fill, recipe
-from traceloom.fleet.demo.serving import demo_directory
-from traceloom.fleet.store.captures import State
-from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.demo.data import build_recipe, fill_demo
+from traceloom.fleet.demo.serving import open_demo_directory
+from traceloom.fleet.store.captures import ServiceState
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.tables import Tables
 from traceloom.testing.fleet_weeks import WeeksRecipe
 
@@ -26,14 +26,14 @@ def demo_store(factory: pytest.TempPathFactory) -> tuple[Path, WeeksRecipe, int]
     end = folder / "demo-ends"
     with (folder / "demo.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with demo_directory(str(folder / "demo-store")) as directory:
+        with open_demo_directory(str(folder / "demo-store")) as directory:
             if not directory.full:
                 now_ns = time.time_ns()
                 end.write_text(str(now_ns))
-                tables, state = Tables(str(directory.path)), State(str(directory.path / "state.db"))
+                tables, state = Tables(str(directory.path)), ServiceState(str(directory.path / "state.db"))
                 tables.create()
-                fill(state, Objects(str(directory.path)), tables, recipe(now_ns, DAYS), now_ns)
+                fill_demo(state, ObjectStore(str(directory.path)), tables, build_recipe(now_ns, DAYS), now_ns)
                 state.close()
                 directory.filled()
     now_ns = int(end.read_text())
-    return directory.path, recipe(now_ns, DAYS), now_ns
+    return directory.path, build_recipe(now_ns, DAYS), now_ns

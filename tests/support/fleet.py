@@ -24,8 +24,8 @@ from support.postgres import database
 from support.prometheus import free_port
 from support.sessions import busy_step
 from support.waiting import until
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
-from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord, ServiceState
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.tables import Tables
 from traceloom.testing import TraceBuilder
 
@@ -45,8 +45,8 @@ class Places(NamedTuple):
 class Stores(NamedTuple):
     """A state and a store, opened."""
 
-    state: State
-    objects: Objects
+    state: ServiceState
+    objects: ObjectStore
     tables: Tables
 
 
@@ -66,10 +66,10 @@ def places(kind: Kind, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
 
 def opened(where: Places) -> Stores:
     """Everything that a service opens."""
-    objects = Objects(where.store)
+    objects = ObjectStore(where.store)
     tables = Tables(where.store)
     tables.create()
-    return Stores(State(where.state), objects, tables)
+    return Stores(ServiceState(where.state), objects, tables)
 
 
 @cache
@@ -129,7 +129,7 @@ def trace_bytes(steps: int = 2) -> bytes:
 def add_capture(stores: Stores, name: str, content: bytes | None = None, version: str = VERSION) -> CaptureRecord:
     """A capture that has arrived whole, of one file."""
     content = trace_bytes() if content is None else content
-    file = FileOfCapture("trace.json", len(content), hashlib.sha256(content).hexdigest())
+    file = CaptureFile("trace.json", len(content), hashlib.sha256(content).hexdigest())
     record = CaptureRecord(
         id=name, day="2026-11-26", job="job", uploader="anna", received_ns=1_790_000_000 * 10**9, complete=False,
         bytes=len(content), files=(file,),

@@ -8,5 +8,5 @@ from traceloom.cli import main
 from traceloom.fleet.service import request_plan
 
 if __name__ == "__main__":
-    request_plan._READY_NS = request_plan._DRAIN_NS = 30 * request_plan._S
+    request_plan._READY_TIMEOUT_NS = request_plan._DRAIN_TIMEOUT_NS = 30 * request_plan._SECOND_NS
     sys.exit(main(["serve", *sys.argv[1:]]))

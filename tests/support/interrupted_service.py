@@ -13,8 +13,8 @@ from typing import Any
 
 from traceloom.cli import main
 from traceloom.fleet.service import committer
-from traceloom.fleet.store.captures import State
-from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.captures import ServiceState
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.tables import Tables
 
 
@@ -34,18 +34,18 @@ def interrupted(point: str, when: str, number: int) -> None:
 
         return call
 
-    def is_state(_state: State, _name: str, _asked_ns: int, document: str, _term: str) -> bool:
+    def is_state(_state: ServiceState, _name: str, _asked_ns: int, document: str, _term: str) -> bool:
         return bool(json.loads(document)["state"] == point)
 
     def is_commit(_tables: Tables, source: str, _number: int, rows: Mapping[str, object], *_: object) -> bool:
         return point == "commit" and source.startswith("captures") and bool(rows)
 
     def here(state: str, store: str) -> committer.TableWriter:
-        return committer.TableWriter(State(state), Objects(store), Tables(store))
+        return committer.TableWriter(ServiceState(state), ObjectStore(store), Tables(store))
 
     # So that a point of a commit is in this process.
     committer.WriterProcess = here  # type: ignore[assignment,misc]
-    State.put_request = around(State.put_request, is_state)  # type: ignore[method-assign]
+    ServiceState.put_request = around(ServiceState.put_request, is_state)  # type: ignore[method-assign]
     Tables.commit = around(Tables.commit, is_commit)  # type: ignore[method-assign]
 
 

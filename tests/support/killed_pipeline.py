@@ -12,7 +12,7 @@ from typing import Any
 from support.fleet import Places, opened
 from traceloom.fleet.service import worker
 from traceloom.fleet.service.pipeline import CapturePipeline
-from traceloom.fleet.service.tasks import EngineTask, in_scratch
+from traceloom.fleet.service.tasks import EngineTask, run_in_scratch
 
 
 class Here:
@@ -23,7 +23,7 @@ class Here:
     def submit(self, task: EngineTask) -> Future[bytes]:
         """Do it at once."""
         done: Future[bytes] = Future()
-        done.set_result(in_scratch(task, lambda keywords: worker.TASKS[task.name](**keywords), lambda: None))
+        done.set_result(run_in_scratch(task, lambda keywords: worker.TASKS[task.name](**keywords), lambda: None))
         return done
 
     def check(self) -> str:

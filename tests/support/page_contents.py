@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from htpy import Node
 
 from support.html_tree import HtmlTree, words
-from traceloom.agent.traces.requests import Wanted
+from traceloom.agent.traces.requests import TraceSpec
 from traceloom.fleet.handlers.hosts import FleetRequestAnswer
-from traceloom.fleet.portal.asking import PageAnswer
+from traceloom.fleet.portal.asking import QueryResult
 from traceloom.fleet.portal.charts import DAY_NS
-from traceloom.fleet.portal.page import PageContent, format_value, page_node
-from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.page import PageContent, build_main, format_value
+from traceloom.fleet.portal.page_request import PageUrl
 from traceloom.fleet.questions.catalogue import QUESTION
 
 EVIL = "</title><script>alert(1)</script>&\"'\u202e"
@@ -39,7 +39,7 @@ class ContentPage(HtmlTree):
     """A page as a reader gets it, for an address."""
 
     def __init__(self, content: PageContent, query: str = "", path: str = "/p") -> None:
-        super().__init__(format_value(page_node(content, Address(path, query), None, None, live=True)))
+        super().__init__(format_value(build_main(content, PageUrl(path, query), None, None, live=True)))
         assert self.all("script") == [], "a name became an element"
         text = "".join(self.root.itertext())
         assert "\u202e" not in text
@@ -78,18 +78,18 @@ def fragment_tree(node: Node) -> HtmlTree:
     return HtmlTree(format_value(node))
 
 
-def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]) -> PageAnswer:
+def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]) -> QueryResult:
     """What the service answers to a question of a page whose address has a query."""
     question = QUESTION[name]
     empty: dict[str, list[Any]] = {table: [] for table in question.tables}
     period = {"since_ns": NOON - 30 * DAY_NS, "until_ns": NOON, "more": False}
-    return PageAnswer(question, Address("/p", query), {**period, **(facts or {})}, {**empty, **tables})
+    return QueryResult(question, PageUrl("/p", query), {**period, **(facts or {})}, {**empty, **tables})
 
 
 def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
     """A request of three steps of the job `a`, taken from nobody yet."""
     fields: dict[str, object] = {
-        "id": identity, "who": "ana", "asked_ns": NOON, "wanted": Wanted(job="a", steps=3), "state": state,
+        "id": identity, "who": "ana", "asked_ns": NOON, "wanted": TraceSpec(job="a", steps=3), "state": state,
         "since_ns": NOON, "start_ns": 0, "start_step": 0, "start_detail": "", "reason": "", "detail": "",
         "capture": "", "trigger": None, "hosts": [],
     }  # fmt: skip

@@ -17,5 +17,5 @@ def patient(seconds: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.PATIENCE_S = float(sys.argv[1])
+    app.PAGE_WAIT_S = float(sys.argv[1])
     sys.exit(main(["serve", *sys.argv[2:]]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from traceloom.analyze.gate_summary import OperatorCalls, RunSummary, Stated
+from traceloom.analyze.gate_summary import OperatorCalls, RunSummary, StatedCondition
 
 PROGRAM = OperatorCalls(["aten::mm"], ["[[4,4]]"], [3.0])
 
@@ -23,7 +23,7 @@ def summary(wall: list[float] | None, name: str = "run", device: str = "H100", *
     """A run with these wall times and metrics of recorded steps."""
     recorded = scalars or {"step_time": (wall or [1.0])[:5]}
     count = len(next(iter(recorded.values())))
-    stated = [Stated("device", device, "decisive")]
+    stated = [StatedCondition("device", device, "decisive")]
     return RunSummary(name, stated, PROGRAM, wall, list(range(count)), recorded, {"kernel": {}}, None)
 
 

@@ -16,10 +16,10 @@ from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
 from traceloom.agent.fleet_link.protocol import (
     ArmedProcess,
     ClockOffset,
-    Enrolled,
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostDevice,
     HostFile,
     HostProcess,
@@ -29,7 +29,7 @@ from traceloom.agent.fleet_link.protocol import (
     UsageRow,
     WorkAnswer,
 )
-from traceloom.agent.traces.requests import Target
+from traceloom.agent.traces.requests import TraceTarget
 from traceloom.testing import TraceBuilder
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class SimulatedHost:
         self.devices = usual if devices is None else list(devices)
         self.files = made_part(self.folder, name, self.traced)
         enrolment = Enrolment(token=token, host=name)
-        credential = self.ask(lambda client: client.post("agents/enrol", enrolment, Enrolled)).credential
+        credential = self.ask(lambda client: client.post("agents/enrol", enrolment, HostCredentials)).credential
         for client in self.clients:
             client.credential = credential
         self._ended = threading.Event()
@@ -148,7 +148,7 @@ class SimulatedHost:
             for of in self.traced
         ]
         targets = [
-            Target(
+            TraceTarget(
                 request="r", process=of.key, profiler="timeline", pid=of.pid, uid=of.uid, rank=of.rank,
                 stem=f"rank{of.rank}", state="accepted" if state == "running" else "kept",
             )

@@ -18,12 +18,12 @@ from traceloom.agent.database import RequestStore
 from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories
 from traceloom.agent.traces.requests import TraceRequest
-from traceloom.agent.traces.runner import RequestDesk
-from traceloom.agent.triggers.adapter import Triggers
+from traceloom.agent.traces.runner import TraceService
+from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.agent.triggers.watches import Watch
 
@@ -50,7 +50,7 @@ class Rules:
 
     def __init__(
         self, *rules: AnyRule, folder: Path | None = None, budget: TriggerBudget | None = None,
-        steps: Steps | None = None, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
+        steps: StepCounter | None = None, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
     ) -> None:  # fmt: skip
         self._made = tempfile.mkdtemp(prefix="tl") if folder is None else ""
         self.folder = folder or Path(self._made)
@@ -59,16 +59,16 @@ class Rules:
             traces=Traces(most_requests_per_user=100_000),
         )  # fmt: skip
         self.proc = Path(tempfile.mkdtemp(prefix="tl"))
-        self.board, self.registry, self.steps = Board(), ProfilerRegistry(str(self.proc)), steps or Steps()
-        self.desk = RequestDesk(
+        self.board, self.registry, self.steps = Snapshot(), ProfilerRegistry(str(self.proc)), steps or StepCounter()
+        self.desk = TraceService(
             self.config, self.registry, lambda: self.board.processes, self.steps,
-            RequestStore(self.folder / "requests.db"), Places(self.folder / "traces"), "boot",
+            RequestStore(self.folder / "requests.db"), TraceDirectories(self.folder / "traces"), "boot",
         )  # fmt: skip
         self.audit = AuditLog(self.folder / "audit.jsonl")
         self.disk = ThreadPoolExecutor(1)
         self.store = TriggerStore(self.folder / "triggers.db")
         self.now_ns = START_NS
-        self.triggers = Triggers(
+        self.triggers = TriggerEngine(
             self.config, self.board, self.desk, self.store, self.disk, self.audit, self.now_ns, watches
         )  # fmt: skip
 

@@ -15,10 +15,10 @@ for package in ("sqlalchemy", "obstore", "deltalake", "starlette"):
 from traceloom.agent.config import Config  # noqa: E402
 from traceloom.agent.fleet_link import protocol  # noqa: E402
 from traceloom.fleet.api import TokenBody  # noqa: E402
-from traceloom.fleet.questions.declaration import DividedAsking  # noqa: E402
+from traceloom.fleet.questions.declaration import GroupedQuery  # noqa: E402
 from traceloom.fleet.rules import FleetRules  # noqa: E402
 from traceloom.fleet.service.app import ROUTES  # noqa: E402
-from traceloom.server.problem import wrong_request  # noqa: E402
+from traceloom.server.problem import make_bad_request  # noqa: E402
 
 
 def patterns(kind: Any, seen: set[Any]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def patterns(kind: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def every_pattern() -> list[str]:
-    structures: list[Any] = [Config, FleetRules, *protocol.UplinkMessage.__subclasses__()]
+    structures: list[Any] = [Config, FleetRules, *protocol.FleetMessage.__subclasses__()]
     structures += [kind for route in ROUTES for kind in (route.body, route.parameters) if kind is not None]
     seen: set[Any] = set()
     return sorted({pattern for kind in structures for pattern in patterns(kind, seen)})
@@ -52,7 +52,7 @@ def test_what_a_pattern_allows_is_said_with_an_example_that_it_takes(pattern: st
     kind = msgspec.defstruct("Sent", [("field", Annotated[str, msgspec.Meta(pattern=pattern)])])
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert({"field": "\x00?!\n"}, kind)
-    said = str(wrong_request(str(refused.value)))
+    said = str(make_bad_request(str(refused.value)))
     assert said.startswith("the request is wrong: `field`: expected ")
     assert "regex" not in said
     assert "[" not in said
@@ -72,12 +72,12 @@ def test_there_are_patterns_to_be_said() -> None:
          "`name`: expected at most 80 letters, digits and `._@-`, beginning with a letter or digit, as `ci-bot`"),
         (TokenBody, {"name": "a", "role": "boss"}, "`role`: invalid enum value 'boss'"),
         (TokenBody, {"role": "admin"}, "object missing required field `name`"),
-        (DividedAsking, {"by": "Kind"},
+        (GroupedQuery, {"by": "Kind"},
          "`by`: expected one to six names in small letters with commas between them, as `division,user`"),
-        (DividedAsking, {"kernel": "x" * 501}, "`kernel`: expected a text of at most 500 signs"),
+        (GroupedQuery, {"kernel": "x" * 501}, "`kernel`: expected a text of at most 500 signs"),
     ],
 )  # fmt: skip
 def test_where_it_is_about_comes_first(kind: type[msgspec.Struct], sent: dict[str, str], said: str) -> None:
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(sent, kind)
-    assert str(wrong_request(str(refused.value))) == f"the request is wrong: {said}"
+    assert str(make_bad_request(str(refused.value))) == f"the request is wrong: {said}"

@@ -11,7 +11,14 @@ from typing import BinaryIO
 import pytest
 
 from traceloom.errors import OutputError, UsageError
-from traceloom.system.files import natural_key, note_input, protect_inputs, refuse_existing, write, write_directory
+from traceloom.system.files import (
+    build_natural_key,
+    protect_inputs,
+    refuse_existing,
+    remember_input,
+    write,
+    write_directory,
+)
 
 
 def _hello(handle: BinaryIO) -> None:
@@ -195,7 +202,7 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
             with pytest.raises(UsageError, match="is where the inputs are"):
                 write_directory(path, lambda folder: None, ".*", force=True)
         with protect_inputs():  # what is done inside knows it too
-            note_input(tmp_path / "no such file")
+            remember_input(tmp_path / "no such file")
             with pytest.raises(UsageError):
                 refuse_existing(source, force=True)
         write(folder / "b.json", _hello, force=False)
@@ -206,6 +213,6 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
 
 def test_names_are_sorted_by_the_numbers_in_them_whatever_else_they_hold() -> None:
     names = ["rank10", "rank2", "rank²", "rank2²", "①", "rank٣", "", "rank02x", "日本1"]
-    ordered = [path.name for path in sorted(map(Path, names), key=natural_key)]
+    ordered = [path.name for path in sorted(map(Path, names), key=build_natural_key)]
     assert [name for name in ordered if name in ("rank2", "rank٣", "rank10")] == ["rank2", "rank٣", "rank10"]
     assert sorted(ordered) == sorted(names)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from traceloom.system.process import MOST_EVENTS, pin_to_one_core
+from traceloom.system.process import MAX_PINNED_EVENTS, pin_to_one_core
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
@@ -65,7 +65,7 @@ def test_they_are_let_go_where_what_is_inside_fails() -> None:
 
 def test_much_work_has_all_cores() -> None:
     before = os.sched_getaffinity(0)
-    with pin_to_one_core(MOST_EVENTS + 1):
+    with pin_to_one_core(MAX_PINNED_EVENTS + 1):
         assert os.sched_getaffinity(0) == before
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.system.units import change, count, count_of, duration, share, size
+from traceloom.system.units import (
+    format_change,
+    format_count,
+    format_duration,
+    format_quantity,
+    format_share,
+    format_size,
+)
 
 ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "assets"
 SCRIPT = ASSETS / "units.js"
@@ -24,7 +31,7 @@ SCRIPT = ASSETS / "units.js"
     ],
 )  # fmt: skip
 def test_durations_have_three_digits_and_the_unit_that_fits(ns: int | None, text: str) -> None:
-    assert duration(ns) == text
+    assert format_duration(ns) == text
 
 
 @pytest.mark.parametrize(
@@ -39,14 +46,14 @@ def test_durations_have_three_digits_and_the_unit_that_fits(ns: int | None, text
     ],
 )
 def test_a_share_is_zero_or_all_only_when_it_is(part: int, whole: int, text: str) -> None:
-    assert share(part, whole) == text
+    assert format_share(part, whole) == text
 
 
 def test_sizes_are_decimal_and_counts_have_thin_spaces() -> None:
-    assert size(1_500_000) == "1.50 MB"
-    assert size(None) == "–"
-    assert size(512) == "512 B"
-    assert count(1_234_567) == "1\u202f234\u202f567"
+    assert format_size(1_500_000) == "1.50 MB"
+    assert format_size(None) == "–"
+    assert format_size(512) == "512 B"
+    assert format_count(1_234_567) == "1\u202f234\u202f567"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_sizes_are_decimal_and_counts_have_thin_spaces() -> None:
     ],
 )  # fmt: skip
 def test_a_change_has_a_sign_and_is_nothing_only_when_it_is(fraction: float, text: str) -> None:
-    assert change(fraction) == text
+    assert format_change(fraction) == text
 
 
 def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
@@ -80,8 +87,12 @@ def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     done = subprocess.run([node, str(tmp_path / "ask.mjs")], capture_output=True, text=True, check=True)
-    expected = [[duration(n) for n in numbers], [size(n) for n in numbers], [share(*part) for part in parts]]
-    expected.append([change(fraction) for fraction in changes])
+    expected = [
+        [format_duration(n) for n in numbers],
+        [format_size(n) for n in numbers],
+        [format_share(*part) for part in parts],
+    ]
+    expected.append([format_change(fraction) for fraction in changes])
     for of_script, of_package in zip(json.loads(done.stdout), expected, strict=True):
         assert [t.replace("\u202f", " ") for t in of_script] == [t.replace("\u202f", " ") for t in of_package]
 
@@ -99,4 +110,4 @@ def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
     ],
 )
 def test_things_are_counted_in_words(value: int, what: str, words: str) -> None:
-    assert count_of(value, what) == words
+    assert format_quantity(value, what) == words

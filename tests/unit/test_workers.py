@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import traceloom
-from traceloom.system.processes import ProcessPool, WorkerProcess, cores, shared_folder, workers
+from traceloom.system.processes import ProcessPool, WorkerProcess, count_cores, create_shared_directory, start_workers
 
 ECHO = """
 import json, os, sys
@@ -40,7 +40,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run a process as another user")
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run")
 def test_as_another_user_it_has_nothing_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    with shared_folder() as folder:
+    with create_shared_directory() as folder:
         folder.chmod(0o755)
         (folder / "who_it_is.py").write_text(
             "import json, os\n\ndef main():\n"
@@ -122,7 +122,7 @@ def test_idle_processes_are_used_again_and_busy_ones_are_not(echo: str) -> None:
         worker.send({})
         return int(next(worker.answers())["process"])
 
-    with workers(echo) as started:
+    with start_workers(echo) as started:
         with started.idle() as first, started.idle() as second:
             both = {process(first), process(second)}
             assert len(both) == 2
@@ -139,7 +139,7 @@ def test_idle_processes_are_used_again_and_busy_ones_are_not(echo: str) -> None:
 
 
 def test_none_begins_after_the_end(echo: str) -> None:
-    with workers(echo) as started:
+    with start_workers(echo) as started:
         pass
     with pytest.raises(InterruptedError), started.idle():
         pytest.fail("there is no process")
@@ -151,7 +151,7 @@ def test_none_begins_after_the_end(echo: str) -> None:
 
 
 def test_processes_end_with_what_is_done_inside_however_it_ends(echo: str) -> None:
-    with contextlib.suppress(ZeroDivisionError), workers(echo) as started:
+    with contextlib.suppress(ZeroDivisionError), start_workers(echo) as started:
         with started.idle() as worker:
             worker.send({})
             process = int(next(worker.answers())["process"])
@@ -163,13 +163,13 @@ def test_a_shared_folder_is_for_its_user_alone_and_does_not_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with shared_folder() as folder, shared_folder() as other:
+    with create_shared_directory() as folder, create_shared_directory() as other:
         assert folder != other
         assert {folder.parent, other.parent} == {tmp_path}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_text("x")
-    with contextlib.suppress(ZeroDivisionError), shared_folder() as third:
+    with contextlib.suppress(ZeroDivisionError), create_shared_directory() as third:
         (third / "file").write_text("x")
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
@@ -177,17 +177,17 @@ def test_a_shared_folder_is_for_its_user_alone_and_does_not_stay(
 
 def test_without_room_for_the_folder_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    with pytest.raises(FileNotFoundError), shared_folder():
+    with pytest.raises(FileNotFoundError), create_shared_directory():
         pytest.fail("there is no folder")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that binds processes to cores")
 def test_cores_are_those_that_this_process_may_use() -> None:
     may_use = os.sched_getaffinity(0)
-    assert cores() == len(may_use)
+    assert count_cores() == len(may_use)
     os.sched_setaffinity(0, {min(may_use)})
     try:
-        assert cores() == 1
+        assert count_cores() == 1
     finally:
         os.sched_setaffinity(0, may_use)
 

@@ -9,32 +9,32 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.agent.config import AnyRule, Config
-from traceloom.agent.hangs.stacks import GroupedStacks, StackGroup, Unseen
-from traceloom.agent.metrics import Kind, Series
+from traceloom.agent.hangs.stacks import GroupedStacks, MissingStack, StackGroup
+from traceloom.agent.metrics import MetricKind, SeriesKey
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.topline import TracedFacts
-from traceloom.agent.traces.requests import Cause, Target, Wanted
-from traceloom.server.access import Sees
-from traceloom.server.problem import HttpAnswer
+from traceloom.agent.traces.requests import TraceSpec, TraceTarget, TriggerCause
+from traceloom.server.access import Visibility
+from traceloom.server.problem import HttpResponseBody
 
 if TYPE_CHECKING:
-    from traceloom.agent.hangs.service import HangDesk
-    from traceloom.agent.traces.runner import RequestDesk
-    from traceloom.agent.triggers.adapter import Triggers
+    from traceloom.agent.hangs.service import HangService
+    from traceloom.agent.traces.runner import TraceService
+    from traceloom.agent.triggers.adapter import TriggerEngine
 
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
-class Health(HttpAnswer, frozen=True):
+class Health(HttpResponseBody, frozen=True):
     """Whether the agent lives: its loop answers, and something was collected of late."""
 
     healthy: bool
     reason: str = ""
 
 
-class CollectorAnswer(HttpAnswer, frozen=True):
+class CollectorAnswer(HttpResponseBody, frozen=True):
     """How a collector fares. `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then."""
 
     name: str
@@ -46,7 +46,7 @@ class CollectorAnswer(HttpAnswer, frozen=True):
     trouble: str = ""
 
 
-class StatusAnswer(HttpAnswer, frozen=True):
+class StatusAnswer(HttpResponseBody, frozen=True):
     """The agent and how it fares. `you`: what the one who asks may see."""
 
     version: str
@@ -64,10 +64,10 @@ class StatusAnswer(HttpAnswer, frozen=True):
     history: dict[str, float] = {}
     history_trouble: str = ""  # why nothing is on disk now
     publishers: dict[str, str] = {}  # name -> "" or its last trouble
-    you: Sees = "host"
+    you: Visibility = "host"
 
 
-class Check(HttpAnswer, frozen=True):
+class Check(HttpResponseBody, frozen=True):
     """A thing that the doctor looked at. `works`: yes, no, or partly; `why` not, and what would `help`."""
 
     area: str
@@ -77,13 +77,13 @@ class Check(HttpAnswer, frozen=True):
     help: str = ""
 
 
-class DoctorAnswer(HttpAnswer, frozen=True):
+class DoctorAnswer(HttpResponseBody, frozen=True):
     """What works on this host and what does not."""
 
     checks: list[Check]
 
 
-class ValueAnswer(HttpAnswer, frozen=True):
+class ValueAnswer(HttpResponseBody, frozen=True):
     """The latest value of a series, by its labels."""
 
     metric: str
@@ -92,7 +92,7 @@ class ValueAnswer(HttpAnswer, frozen=True):
     at_ns: int
 
 
-class DeviceAnswer(HttpAnswer, frozen=True):
+class DeviceAnswer(HttpResponseBody, frozen=True):
     """A device or a partition of one: what is measured of it now; of who is on it what the one who asks may see."""
 
     uuid: str
@@ -114,13 +114,13 @@ class DeviceAnswer(HttpAnswer, frozen=True):
     values: list[ValueAnswer]
 
 
-class DevicesAnswer(HttpAnswer, frozen=True):
+class DevicesAnswer(HttpResponseBody, frozen=True):
     """All devices of the host."""
 
     devices: list[DeviceAnswer]
 
 
-class OwnerAnswer(HttpAnswer, frozen=True):
+class OwnerAnswer(HttpResponseBody, frozen=True):
     """Whose a process is; "" or null: not known. `sources`: where each was read."""
 
     job: str
@@ -142,7 +142,7 @@ class OwnerAnswer(HttpAnswer, frozen=True):
     sources: dict[str, str]
 
 
-class ProcessAnswer(HttpAnswer, frozen=True):
+class ProcessAnswer(HttpResponseBody, frozen=True):
     """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown.
 
     `hung_since_ns`: since when it makes no steps, where it is part of a hang.
@@ -164,14 +164,14 @@ class ProcessAnswer(HttpAnswer, frozen=True):
     values: list[ValueAnswer]
 
 
-class ProcessesAnswer(HttpAnswer, frozen=True):
+class ProcessesAnswer(HttpResponseBody, frozen=True):
     """The processes that the one who asks may see; `hidden`: how many there are besides."""
 
     processes: list[ProcessAnswer]
     hidden: int
 
 
-class JobAnswer(HttpAnswer, frozen=True):
+class JobAnswer(HttpResponseBody, frozen=True):
     """A job: its part on this host."""
 
     job: str
@@ -190,14 +190,14 @@ class JobAnswer(HttpAnswer, frozen=True):
     values: list[ValueAnswer]
 
 
-class JobsAnswer(HttpAnswer, frozen=True):
+class JobsAnswer(HttpResponseBody, frozen=True):
     """The jobs that the one who asks may see; `hidden`: how many there are besides."""
 
     jobs: list[JobAnswer]
     hidden: int
 
 
-class SeriesAnswer(HttpAnswer, frozen=True):
+class SeriesAnswer(HttpResponseBody, frozen=True):
     """One series of a history: times in ns since the epoch, one value for each."""
 
     labels: dict[str, str]
@@ -205,18 +205,18 @@ class SeriesAnswer(HttpAnswer, frozen=True):
     values: list[float]
 
 
-class QueryAnswer(HttpAnswer, frozen=True):
+class QueryAnswer(HttpResponseBody, frozen=True):
     """What a metric was."""
 
     metric: str
-    kind: Kind
+    kind: MetricKind
     unit: str
     since_ns: int
     until_ns: int
     series: list[SeriesAnswer]
 
 
-class EventAnswer(HttpAnswer, frozen=True):
+class EventAnswer(HttpResponseBody, frozen=True):
     """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost, back), or oom-kill.
 
     `count`: how many processes were killed; `code` is that of an Xid error; "" or null: it has none.
@@ -232,19 +232,19 @@ class EventAnswer(HttpAnswer, frozen=True):
     count: int | None = None
 
 
-class EventParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class EventParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """From when on: `1h` (ago), seconds since the epoch, or ISO 8601."""
 
     since: str = "1h"
 
 
-class EventsAnswer(HttpAnswer, frozen=True):
+class EventsAnswer(HttpResponseBody, frozen=True):
     """What happened on the host, as far as the one who asks may see it, oldest first; the agent keeps the last 1000."""
 
     events: list[EventAnswer]
 
 
-class ClockAnswer(HttpAnswer, frozen=True):
+class ClockAnswer(HttpResponseBody, frozen=True):
     """The clocks of this host, read one after the other: to measure how far two hosts are apart."""
 
     wall_ns: int
@@ -252,27 +252,27 @@ class ClockAnswer(HttpAnswer, frozen=True):
     boot_id: str
 
 
-class PauseBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class PauseBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """For how long another profiler needs the hardware counters."""
 
     seconds: Seconds
 
 
-class PauseAnswer(HttpAnswer, frozen=True):
+class PauseAnswer(HttpResponseBody, frozen=True):
     """Back ends that let go of their counters, and until when."""
 
     paused: list[str]
     until_ns: int
 
 
-class TraceBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class TraceBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A trace or capture of a job of this host: an absolute path."""
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     job: str
 
 
-class TraceAnswer(HttpAnswer, frozen=True):
+class TraceAnswer(HttpResponseBody, frozen=True):
     """What the trace tells of the job, per process and step; null: it does not say."""
 
     job: str
@@ -282,7 +282,7 @@ class TraceAnswer(HttpAnswer, frozen=True):
     copied_bytes_per_step: float | None
 
 
-class StacksParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class StacksParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Of which processes: a job, or one pid. `native`: C and C++ too; a process stands still while it is looked at."""
 
     job: str = ""
@@ -290,22 +290,22 @@ class StacksParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     native: bool = False
 
 
-class StacksAnswer(HttpAnswer, frozen=True):
+class StacksAnswer(HttpResponseBody, frozen=True):
     """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere first."""
 
     at_ns: int
     sentence: str
     groups: tuple[StackGroup, ...]
-    unseen: tuple[Unseen, ...]
+    unseen: tuple[MissingStack, ...]
 
 
-class HangParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class HangParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Of which job; "": of all."""
 
     job: str = ""
 
 
-class HangAnswer(HttpAnswer, frozen=True):
+class HangAnswer(HttpResponseBody, frozen=True):
     """A job whose processes make, or made, no steps: since when, of which processes (pids), and what became of it.
 
     `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom the others wait
@@ -329,14 +329,14 @@ class HangAnswer(HttpAnswer, frozen=True):
     no_bundle: str
 
 
-class HangsAnswer(HttpAnswer, frozen=True):
+class HangsAnswer(HttpResponseBody, frozen=True):
     """The last hangs of jobs of the one who asks, oldest first. `watched`: jobs now whose steps are known."""
 
     hangs: list[HangAnswer]
     watched: list[str]
 
 
-class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class StepsBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
 
     `rank` counts where nothing else tells it. `total`: all steps since the process began, these among them, as PyTorch
@@ -349,19 +349,19 @@ class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     total: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
-class StepsAnswer(HttpAnswer, frozen=True):
+class StepsAnswer(HttpResponseBody, frozen=True):
     """What was taken."""
 
     steps: int
 
 
-class EnvironmentAnswer(HttpAnswer, frozen=True):
+class EnvironmentAnswer(HttpResponseBody, frozen=True):
     """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this agent."""
 
     variables: dict[str, str]
 
 
-class RequestAnswer(HttpAnswer, frozen=True):
+class RequestAnswer(HttpResponseBody, frozen=True):
     """A request for traces: what was `wanted`, how far each target is, and the files that are there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
@@ -374,22 +374,22 @@ class RequestAnswer(HttpAnswer, frozen=True):
     uid: int
     asked_ns: int
     boot_id: str
-    wanted: Wanted
-    targets: list[Target]
+    wanted: TraceSpec
+    targets: list[TraceTarget]
     files: list[str]
-    trigger: Cause | None
+    trigger: TriggerCause | None
     most_bytes: int | None
     at_step: int
     done: bool
 
 
-class RequestsAnswer(HttpAnswer, frozen=True):
+class RequestsAnswer(HttpResponseBody, frozen=True):
     """The requests about processes of the one who asks, oldest first."""
 
     requests: list[RequestAnswer]
 
 
-class FiredAnswer(HttpAnswer, frozen=True):
+class LastFiringAnswer(HttpResponseBody, frozen=True):
     """A request that a rule made: what it is about, a job or a process, and why."""
 
     at_ns: int
@@ -398,7 +398,7 @@ class FiredAnswer(HttpAnswer, frozen=True):
     what: str
 
 
-class RefusedAnswer(HttpAnswer, frozen=True):
+class LastRefusalAnswer(HttpResponseBody, frozen=True):
     """Why a rule traced nobody: the name of the reason, and the sentence."""
 
     at_ns: int
@@ -408,7 +408,7 @@ class RefusedAnswer(HttpAnswer, frozen=True):
     detail: str
 
 
-class TriggerAnswer(HttpAnswer, frozen=True):
+class TriggerAnswer(HttpResponseBody, frozen=True):
     """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as agent.toml has it.
 
     `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those who do not see all.
@@ -422,13 +422,13 @@ class TriggerAnswer(HttpAnswer, frozen=True):
     refusals: dict[str, int]
     traced_seconds: float
     kept_bytes: int
-    last: FiredAnswer | None
-    last_refusal: RefusedAnswer | None
+    last: LastFiringAnswer | None
+    last_refusal: LastRefusalAnswer | None
     trouble: str
     rule: AnyRule | None
 
 
-class TriggersAnswer(HttpAnswer, frozen=True):
+class TriggersAnswer(HttpResponseBody, frozen=True):
     """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still cost.
 
     `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left now, what runs
@@ -442,7 +442,7 @@ class TriggersAnswer(HttpAnswer, frozen=True):
     trouble: str
 
 
-class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class QueryParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Which history. `since`, `until`: `10m` (ago), seconds since the epoch, or ISO 8601.
 
     `by`: labels, with commas between, to sum or average over all others; `where`: `label=value`, with commas between.
@@ -456,7 +456,7 @@ class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     raw: bool = False
 
 
-class HistoryQuestion(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
     """A question for the history. `seen_as`: a series with the labels that the one who asks may see, None: nothing."""
 
     metric: str
@@ -464,18 +464,18 @@ class HistoryQuestion(msgspec.Struct, frozen=True, kw_only=True):
     until_ns: int
     by: tuple[str, ...]
     where: dict[str, str]
-    seen_as: Callable[[Series], Series | None]
+    seen_as: Callable[[SeriesKey], SeriesKey | None]
     raw: bool = False
 
 
-class Answers(Protocol):
+class AgentInterface(Protocol):
     """What the HTTP server asks the agent. All of it is called in the agent's loop."""
 
-    board: Board
+    board: Snapshot
     config: Config
-    desk: RequestDesk
-    hangs: HangDesk
-    triggers: Triggers
+    desk: TraceService
+    hangs: HangService
+    triggers: TriggerEngine
 
     def status(self) -> StatusAnswer:
         """How the agent fares."""
@@ -483,7 +483,7 @@ class Answers(Protocol):
     async def doctor(self) -> list[Check]:
         """What works here."""
 
-    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
         """What was.
 
         Raises:
@@ -521,7 +521,7 @@ class Answers(Protocol):
             RequestError: It cannot be made.
         """
 
-    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+    def acts(self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
         """Somebody asks for something that changes something: for the audit log."""
 
     def asked(self, route: str, code: int) -> None:

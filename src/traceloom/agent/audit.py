@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-MOST_BYTES = 64 << 20  # then the file is put aside under the time of its end, never cut
+MAX_BYTES = 64 << 20  # then the file is put aside under the time of its end, never cut
 
 
 class AuditLog:
@@ -27,16 +27,16 @@ class AuditLog:
         self.lost = 0
         self.trouble = ""  # why the last line could not be written; "" where it was
 
-    def write(self, who: str, what: str, result: str, **details: object) -> None:
+    def write(self, actor: str, action: str, result: str, **details: object) -> None:
         """Add a line.
 
         Args:
-            who: As `uid 1000` or `token prometheus`.
-            what: What was asked for.
+            actor: As `uid 1000` or `token prometheus`.
+            action: What was asked for.
             result: `done`, or the slug of the refusal.
             details: What else is worth knowing, as pid or target.
         """
-        entry = {"at_ns": time.time_ns(), "who": who, "what": what, "result": result, **details}
+        entry = {"at_ns": time.time_ns(), "who": actor, "what": action, "result": result, **details}
         line = msgspec.json.encode(entry, enc_hook=str) + b"\n"  # JSON escapes what could end a line
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,6 @@ class AuditLog:
             self.lost += 1
             self.trouble = f"{self.path}: {(error.strerror or str(error)).lower()}"
             return
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             with contextlib.suppress(OSError):  # tried again with the next line
                 self.path.rename(self.path.with_name(f"{self.path.name}.{time.time_ns()}"))

@@ -288,10 +288,10 @@ def load(path: str | os.PathLike[str]) -> Config:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, error, "configuration") from error
-    return parsed(text, Config, str(path))
+    return parse_document(text, Config, str(path))
 
 
-def parsed(text: str, kind: type[Document], path: str) -> Document:
+def parse_document(text: str, kind: type[Document], path: str) -> Document:
     """A document of TOML; `path` says where it stands, in errors.
 
     Raises:
@@ -305,33 +305,33 @@ def parsed(text: str, kind: type[Document], path: str) -> Document:
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$.")
+        message, _, location = str(error).partition(" - at `$.")
         raise InputError(
             f"the configuration is wrong: {describe_refusal(message)}",
-            slug="wrong-config", where=f"{path}: {where.rstrip('`')}" if where else path,
+            slug="wrong-config", where=f"{path}: {location.rstrip('`')}" if location else path,
         ) from error  # fmt: skip
 
 
-def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], above: str, path: str) -> None:
+def _refuse_unknown(table: dict[str, Any], kind: type[msgspec.Struct], prefix: str, path: str) -> None:
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     tag = kind.__struct_config__.tag_field
     for key, value in table.items():
         if key not in fields and key != tag:
             raise InputError(
-                f"the configuration has no key `{above}{key}`", slug="wrong-config", where=path,
-                hint=nearest(key, fields) + f"{f'`{above[:-1]}`' if above else 'it'} has {', '.join(fields)}",
+                f"the configuration has no key `{prefix}{key}`", slug="wrong-config", where=path,
+                hint=nearest(key, fields) + f"{f'`{prefix[:-1]}`' if prefix else 'it'} has {', '.join(fields)}",
             )  # fmt: skip
-        for inner, kinds in _tables(value, fields[key].type) if key in fields else ():
-            chosen = kinds.get(inner.get("on", "")) or kinds.get("")
-            if chosen is None:
+        for inner, kinds in _iterate_tables(value, fields[key].type) if key in fields else ():
+            inner_kind = kinds.get(inner.get("on", "")) or kinds.get("")
+            if inner_kind is None:
                 raise InputError(
-                    f"`{above}{key}` has no `on = \"{inner.get('on', '')}\"`", slug="wrong-config", where=path,
+                    f"`{prefix}{key}` has no `on = \"{inner.get('on', '')}\"`", slug="wrong-config", where=path,
                     hint=nearest(str(inner.get("on", "")), kinds) + f"there are {', '.join(kinds)}",
                 )  # fmt: skip
-            _refuse_unknown(inner, chosen, f"{above}{key}.", path)
+            _refuse_unknown(inner, inner_kind, f"{prefix}{key}.", path)
 
 
-def _tables(value: Any, kind: Any) -> Iterator[tuple[dict[str, Any], dict[str, type[msgspec.Struct]]]]:
+def _iterate_tables(value: Any, kind: Any) -> Iterator[tuple[dict[str, Any], dict[str, type[msgspec.Struct]]]]:
     """The tables in a value of a key, each with what it may be, by its tag; "" where it has none."""
     inner = value if isinstance(value, list) else [value]
     members = get_args(kind)[0] if isinstance(value, list) and get_args(kind) else kind
@@ -343,7 +343,7 @@ def _tables(value: Any, kind: Any) -> Iterator[tuple[dict[str, Any], dict[str, t
     yield from ((table, kinds) for table in inner if isinstance(table, dict) and kinds)
 
 
-class Locations(msgspec.Struct, frozen=True):
+class AgentPaths(msgspec.Struct, frozen=True):
     """Where the agent of this user keeps its files, and the directories of libkineto's sockets and of traces."""
 
     socket: Path
@@ -360,7 +360,7 @@ class Locations(msgspec.Struct, frozen=True):
         return self.requests.with_name("triggers.db")
 
 
-def locations(config: Config) -> Locations:
+def resolve_paths(config: Config) -> AgentPaths:
     """The locations of an agent of this user: the system's for root, else XDG's.
 
     What is not named lies beside the socket or the history that is, so that two agents do not share it.
@@ -374,7 +374,7 @@ def locations(config: Config) -> Locations:
         log = state
     run = Path(config.paths.socket).parent if config.paths.socket else run
     state = Path(config.paths.history).parent if config.paths.history else state
-    return Locations(
+    return AgentPaths(
         Path(config.paths.socket or run / "agent.sock"),
         Path(config.paths.history or state / "agent.db"),
         Path(config.paths.audit or log / "audit.jsonl"),
@@ -385,7 +385,7 @@ def locations(config: Config) -> Locations:
     )
 
 
-def usual_path() -> Path:
+def get_default_path() -> Path:
     """Where `agent.toml` is looked for when none is named."""
     if os.geteuid() == 0:
         return Path("/etc/traceloom/agent.toml")

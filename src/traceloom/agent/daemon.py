@@ -31,48 +31,48 @@ from traceloom import __version__
 from traceloom.agent import doctor as checks
 from traceloom.agent import history, worker
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.api import Check, CollectorAnswer, HistoryQuestion, SeriesAnswer, StatusAnswer, StepsBody
+from traceloom.agent.api import Check, CollectorAnswer, HistoryQuery, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.collectors.cgroups import Cgroups
-from traceloom.agent.collectors.collector import Collector, host_collectors
-from traceloom.agent.collectors.owned_processes import OwnedProcesses, jobs_now
+from traceloom.agent.collectors.collector import Collector, create_host_collectors
+from traceloom.agent.collectors.owned_processes import OwnedProcessCollector, collect_jobs
 from traceloom.agent.collectors.scheduler import Scheduler
-from traceloom.agent.config import Config, Locations
+from traceloom.agent.config import AgentPaths, Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.fleet_link.link import Uplink
-from traceloom.agent.guard import Guard
+from traceloom.agent.fleet_link.link import FleetConnection
+from traceloom.agent.guard import SocketJanitor
 from traceloom.agent.handlers.app import build_app
-from traceloom.agent.hangs.bundle import known_waits
-from traceloom.agent.hangs.service import HangDesk
-from traceloom.agent.hangs.stacks import GroupedStacks, feed, grouped
-from traceloom.agent.history import History, Points, joined
+from traceloom.agent.hangs.bundle import find_collective_waits
+from traceloom.agent.hangs.service import HangService
+from traceloom.agent.hangs.stacks import GroupedStacks, collect_stacks, group_stacks
+from traceloom.agent.history import History, Points, merge_series
 from traceloom.agent.kineto.server import KinetoSockets, ProfilerClient, ProfilerRegistry
-from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.ownership.environment import variables
+from traceloom.agent.metrics import HistogramReading, Reading
+from traceloom.agent.ownership.environment import get_job_variables
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publishers.otlp import OtlpPublisher
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import ProbedStepClock, Steps
-from traceloom.agent.topline import Topline, TracedFacts, element_types
-from traceloom.agent.traces.files import Places
-from traceloom.agent.traces.runner import RequestDesk
-from traceloom.agent.triggers.adapter import Triggers
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import ProbedStepClock, StepCounter
+from traceloom.agent.topline import JobAccounting, TracedFacts, collect_matrix_types
+from traceloom.agent.traces.files import TraceDirectories
+from traceloom.agent.traces.runner import TraceService
+from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.agent.triggers.watches import HangRuleWatch
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 from traceloom.server.listener import serve
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 LOG = logging.getLogger("traceloom.agent")
-_FORGET_S = 600.0
-_TRIGGERS_S = 1.0  # between looks at the rules
+_FORGET_AFTER_S = 600.0
+_TRIGGER_INTERVAL_S = 1.0  # between looks at the rules
 _AFTER_DEFECT_S = 60.0
 _LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
-_MOST_READING_S = 300.0  # for a trace that a job is to be judged by
-_MOST_JOBS = 1024  # whose traces are remembered
-_MOST_STACK_QUESTIONS = 8  # at once; each looks at every process of a job
-_MOST_REPORTING = 4096  # processes that are looked at because they report steps
+_MAX_READING_S = 300.0  # for a trace that a job is to be judged by
+_MAX_JOBS = 1024  # whose traces are remembered
+_MAX_STACK_REQUESTS = 8  # at once; each looks at every process of a job
+_MAX_REPORTING_PROCESSES = 4096  # processes that are looked at because they report steps
 
 
 class Agent:
@@ -87,35 +87,35 @@ class Agent:
             not.
     """
 
-    def __init__(self, config: Config, locations: Locations) -> None:
+    def __init__(self, config: Config, locations: AgentPaths) -> None:
         self.config = config
         self.locations = locations
-        self.board = Board()
+        self.board = Snapshot()
         self.history = History(locations.history, config.history)
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
-        self.processes = OwnedProcesses(config, self.accelerators)
+        self.processes = OwnedProcessCollector(config, self.accelerators)
         self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))
         self.cgroups = Cgroups(config, lambda: self.processes.owned)
         collectors: list[Collector] = [
-            *host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups,
+            *create_host_collectors(config), self.accelerators, *self.processes.collectors, self.cgroups,
             self.step_clock,
         ]  # fmt: skip
         names = {collector.name for collector in collectors}
-        for key, wanted in (
+        for key, configured in (
             ("periods", config.collect.periods),
             ("timeouts", config.collect.timeouts),
             ("off", config.collect.off),
         ):
-            for name in set(wanted) - names:
+            for name in set(configured) - names:
                 raise InputError(
                     f"there is no collector `{name}`", slug="wrong-config", where=f"collect.{key}",
                     hint=nearest(name, names) + f"there are {', '.join(sorted(names))}",
                 )  # fmt: skip
-        chosen = [collector for collector in collectors if collector.name not in config.collect.off]
-        self.scheduler = Scheduler(self.board, chosen, self._delivered)
-        self.topline = Topline(config.accelerators.reference)
-        self.step_counts = Steps()
+        enabled = [collector for collector in collectors if collector.name not in config.collect.off]
+        self.scheduler = Scheduler(self.board, enabled, self._delivered)
+        self.topline = JobAccounting(config.accelerators.reference)
+        self.step_counts = StepCounter()
         self.otlp = OtlpPublisher(config) if config.otlp.endpoint else None
         self.boot_id = ""
         with contextlib.suppress(OSError):
@@ -123,15 +123,17 @@ class Agent:
             self.boot_id = path.read_text(encoding="ascii").strip()
         self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
-        self.desk = RequestDesk(
+        self.desk = TraceService(
             config, self.registry, lambda: self.board.processes, self.step_counts, RequestStore(locations.requests),
-            Places(locations.traces), self.boot_id,
+            TraceDirectories(locations.traces), self.boot_id,
             {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
         )  # fmt: skip
-        self.uplink: Uplink | None = None
+        self.uplink: FleetConnection | None = None
         if config.fleet.server:
-            self.uplink = Uplink(config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id)
-        self.hangs = HangDesk(
+            self.uplink = FleetConnection(
+                config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id
+            )
+        self.hangs = HangService(
             config, self.board, self.history, self.step_counts, places=self.desk.places, path=locations.hangs,
             boot_id=self.boot_id,
             note=lambda what, details: self.acts("agent", os.getpid(), what, allowed=True, **details),
@@ -141,7 +143,7 @@ class Agent:
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
         self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # of the host
-        self.triggers = Triggers(
+        self.triggers = TriggerEngine(
             config, self.board, self.desk, TriggerStore(locations.triggers if config.triggers else None), self._writing,
             self.audit, self._steady_ns(), {"hang": lambda _: HangRuleWatch(self.hangs)},
         )  # fmt: skip
@@ -163,7 +165,7 @@ class Agent:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
         async with contextlib.AsyncExitStack() as stack:
-            guard = Guard()
+            guard = SocketJanitor()
             stack.callback(guard.close)
             server = await serve(build_app(self), self.config.tcp, self.config.access, self.locations.socket)
             stack.push_async_callback(server.close)
@@ -233,9 +235,9 @@ class Agent:
     async def doctor(self) -> list[Check]:
         """What works here and what does not."""
         idle = self.triggers.trouble()  # which is the loop's to say
-        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.of_agent(self, idle))
+        return await asyncio.get_running_loop().run_in_executor(self._reading, lambda: checks.examine_agent(self, idle))
 
-    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
         """What was.
 
         Raises:
@@ -243,28 +245,28 @@ class Agent:
         """
 
         def seen(name: str, points: list[Points]) -> list[Points]:
-            shown = ((series, question.seen_as((name, series.labels))) for series in points)
-            return [series._replace(labels=of[1]) for series, of in shown if of is not None]
+            pairs = ((series, question.seen_as((name, series.labels))) for series in points)
+            return [series._replace(labels=labels[1]) for series, labels in pairs if labels is not None]
 
-        metric = history.plain_name(question.metric)
+        metric = history.resolve_metric_name(question.metric)
         histories: dict[str, list[Points]] = {}
-        for name in {metric, *history.ATTRIBUTION}:
+        for name in {metric, *history.ATTRIBUTION_METRICS}:
             points = self.history.recent(name, question.since_ns, question.until_ns)
             histories[name] = seen(name, points)
         loop = asyncio.get_running_loop()
         if question.since_ns < self.history.recent_from_ns():
-            for name in history.needed(metric, (*question.by, *question.where)):
+            for name in history.list_needed_metrics(metric, (*question.by, *question.where)):
                 older = await loop.run_in_executor(
                     self._reading, self.history.query, name, question.since_ns, question.until_ns
                 )
-                histories[name] = joined(seen(name, older), histories[name])
+                histories[name] = merge_series(seen(name, older), histories[name])
         try:
-            curves = history.answer(
+            curves = history.evaluate_query(
                 metric, lambda name: histories[name], by=question.by, where=question.where, raw=question.raw
             )
         except TraceloomError as error:
-            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
-        return [SeriesAnswer(labels=of, times_ns=times_ns, values=values) for of, times_ns, values in curves]
+            raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
+        return [SeriesAnswer(labels=labels, times_ns=times_ns, values=values) for labels, times_ns, values in curves]
 
     async def pause(self, seconds: float) -> list[str]:
         """Let go of the hardware counters for so long; the back ends that did."""
@@ -279,16 +281,16 @@ class Agent:
             RequestError: It cannot be read, or another one is being read.
         """
         if not self._analysing.acquire(blocking=False):
-            raise RequestError(429, "another trace is being read", slug="busy", retry_s=5)
+            raise HttpError(429, "another trace is being read", slug="busy", retry_s=5)
         reader = user if os.geteuid() == 0 and user != 0 else None
-        task = partial(worker.run, "job-facts", timeout_s=_MOST_READING_S, user=reader, path=path)
+        task = partial(worker.run, "job-facts", timeout_s=_MAX_READING_S, user=reader, path=path)
         try:
             facts = msgspec.convert(await asyncio.to_thread(task), TracedFacts)
         except TraceloomError as error:
-            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+            raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
         finally:
             self._analysing.release()
-        self.job_facts = dict([*self.job_facts.items(), (job, facts)][-_MOST_JOBS:])
+        self.job_facts = dict([*self.job_facts.items(), (job, facts)][-_MAX_JOBS:])
         return facts
 
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
@@ -297,27 +299,27 @@ class Agent:
         Raises:
             RequestError: `busy`: several wait already.
         """
-        if self._stack_questions >= _MOST_STACK_QUESTIONS:
-            raise RequestError(429, "others are looked at", slug="busy", retry_s=5)
+        if self._stack_questions >= _MAX_STACK_REQUESTS:
+            raise HttpError(429, "others are looked at", slug="busy", retry_s=5)
         self._stack_questions += 1
         try:
             async with self._looking:
-                looked = await feed(processes, native=native)
+                stack_dumps = await collect_stacks(processes, native=native)
                 # A wait inside C++ looks like the Python that called it: the flight recorder tells, where it is on.
-                waits = await known_waits(processes)
+                waits = await find_collective_waits(processes)
         finally:
             self._stack_questions -= 1
-        return await asyncio.to_thread(grouped, processes, looked.dumps, looked.reasons, waits=waits)
+        return await asyncio.to_thread(group_stacks, processes, stack_dumps.dumps, stack_dumps.reasons, waits=waits)
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Steps that a process reports."""
         process = next((row for row in self.board.processes.values() if row.pid == pid), None)
         if process is None:  # it has begun since processes were looked at; its next report counts
-            if len(self.processes.reporting) < _MOST_REPORTING:
+            if len(self.processes.reporting) < _MAX_REPORTING_PROCESSES:
                 self.processes.reporting = self.processes.reporting | {pid}
             return
         if process.uid != uid:
-            raise RequestError(403, "this process is another user's", slug="not-allowed")
+            raise HttpError(403, "this process is another user's", slug="not-allowed")
         owner = process.owner
         rank = owner.rank if owner.rank is not None else body.rank
         self.step_counts.report(process.key, owner.job, rank, body.steps, body.loader_wait_seconds, body.total)
@@ -329,18 +331,18 @@ class Agent:
             RequestError: `socket-unusable`: its directory cannot be made.
         """
         if self.kineto is None or self.kineto.trouble:
-            why = self.kineto.trouble if self.kineto is not None else "it begins only now"
-            raise RequestError(503, f"PyTorch's profiler cannot be listened to: {why}", slug="socket-unusable")
+            reason = self.kineto.trouble if self.kineto is not None else "it begins only now"
+            raise HttpError(503, f"PyTorch's profiler cannot be listened to: {reason}", slug="socket-unusable")
         try:
             self.kineto.prepare(uid)
         except OutputError as error:
-            raise RequestError(503, str(error), slug=error.slug, hint=error.hint) from error
-        return variables(self.locations, uid)
+            raise HttpError(503, str(error), slug=error.slug, hint=error.hint) from error
+        return get_job_variables(self.locations, uid)
 
-    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+    def acts(self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
         """Note in the audit log who changes something, or was refused."""
         result = "done" if allowed else "not-allowed"
-        self._writing.submit(self.audit.write, who, route, result, pid=pid, **details)
+        self._writing.submit(self.audit.write, actor, route, result, pid=pid, **details)
 
     def asked(self, route: str, code: int) -> None:
         """Count a request."""
@@ -352,7 +354,7 @@ class Agent:
         """A process that polls matters, whether it is known to use a framework or not."""
         if client.key in self.board.processes or client.pid in self.processes.reporting:
             return
-        if len(self.processes.reporting) < _MOST_REPORTING:
+        if len(self.processes.reporting) < _MAX_REPORTING_PROCESSES:
             self.processes.reporting = self.processes.reporting | {client.pid}
 
     def _delivered(self, collector: Collector) -> None:
@@ -369,17 +371,17 @@ class Agent:
         elif collector is self.cgroups:
             self.board.oom_kills = list(self.cgroups.kills)
         elif collector is self.step_clock:
-            for taken in self.step_clock.taken:
-                if taken.process in self.board.processes:
-                    owner = self.board.processes[taken.process].owner
-                    self.step_counts.count(taken, owner.job, owner.rank)
+            for steps_taken in self.step_clock.taken:
+                if steps_taken.process in self.board.processes:
+                    owner = self.board.processes[steps_taken.process].owner
+                    self.step_counts.count(steps_taken, owner.job, owner.rank)
         self.history.keep(self.board, time.time_ns())  # at the pace of the collectors, also while they are quick
 
-    async def _tick_until_stopped(self, guard: Guard) -> None:
+    async def _tick_until_stopped(self, guard: SocketJanitor) -> None:
         loop = asyncio.get_running_loop()
         interval = self.config.history.interval
         next_tick = time.monotonic() + interval
-        next_forget = time.monotonic() + _FORGET_S
+        next_forget = time.monotonic() + _FORGET_AFTER_S
         busy: asyncio.Future[None] | None = None
         while not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
@@ -399,7 +401,7 @@ class Agent:
             else:
                 self.history.lost["slow-disk"] = self.history.lost.get("slow-disk", 0) + 1
             if now >= next_forget:
-                next_forget = now + _FORGET_S
+                next_forget = now + _FORGET_AFTER_S
                 loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
                 self.registry.forget()
                 self.desk.forget_old()
@@ -414,7 +416,7 @@ class Agent:
     async def _look_at_rules(self) -> None:
         await self.triggers.start(self._steady_ns())
         while True:
-            await asyncio.sleep(_TRIGGERS_S)
+            await asyncio.sleep(_TRIGGER_INTERVAL_S)
             try:
                 await self.triggers.tick(self._steady_ns())
             except Exception:
@@ -444,15 +446,15 @@ class Agent:
         lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)
         self.board.put("hangs", self.hangs.readings(), now_ns)
-        jobs = jobs_now(self.board.processes.values(), self.step_counts, self.job_facts)
-        self.accelerators.element_types = element_types(jobs)
+        jobs = collect_jobs(self.board.processes.values(), self.step_counts, self.job_facts)
+        self.accelerators.element_types = collect_matrix_types(jobs)
         self.board.put("jobs", self.topline.readings(self.board, interval_s, self.processes.shares, jobs), now_ns)
         if self.uplink is not None and (ended := self.uplink.tick()):
             self._writing.submit(self.uplink.backlog.put, ended)
         self.board.put("triggers", self.triggers.readings(), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        readings: list[Reading | Histogram] = [
+        readings: list[Reading | HistogramReading] = [
             Reading(
                 "host_info",
                 (self.config.host_name, self.boot_id, system.release, system.machine, __version__),

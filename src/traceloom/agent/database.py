@@ -13,18 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from traceloom.agent.traces.requests import Target, TraceRequest
+from traceloom.agent.traces.requests import TraceRequest, TraceTarget
 from traceloom.errors import InputError, OutputError, other_version
 
 
-def opened(path: Path | None, schema: str, version: int, what: str) -> sqlite3.Connection:
+def open_database(path: Path | None, schema: str, version: int, label: str) -> sqlite3.Connection:
     """A database with the tables of a schema, in a file of the agent's user alone; None keeps it in memory.
 
     Args:
         path: The file; its directory is made.
         schema: Makes the tables of a new file.
         version: Of the schema, which the file names.
-        what: It is called in errors.
+        label: It is called in errors.
 
     Raises:
         InputError: `other-version`: the file has another schema.
@@ -34,12 +34,12 @@ def opened(path: Path | None, schema: str, version: int, what: str) -> sqlite3.C
         path.parent.mkdir(parents=True, exist_ok=True)
     database = sqlite3.connect(path or ":memory:", check_same_thread=False, timeout=2.0)
     try:
-        there = database.execute("PRAGMA user_version").fetchone()[0]
-        if there not in {0, version}:  # a new file has 0
-            raise other_version(what, there, version, path)
+        stored_version = database.execute("PRAGMA user_version").fetchone()[0]
+        if stored_version not in {0, version}:  # a new file has 0
+            raise other_version(label, stored_version, version, path)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
-        if not there:
+        if not stored_version:
             database.executescript(schema)
             database.execute(f"PRAGMA user_version = {version}")
         if path is not None:
@@ -50,12 +50,12 @@ def opened(path: Path | None, schema: str, version: int, what: str) -> sqlite3.C
     return database
 
 
-def is_damage(error: Exception) -> bool:
+def is_corruption(error: Exception) -> bool:
     """Whether a file holds what no database may: subclasses of the error say that a disk or a lock is in the way."""
     return type(error) is sqlite3.DatabaseError
 
 
-def put_aside(path: Path) -> str:
+def move_damaged_file(path: Path) -> str:
     """Give a damaged file, which is closed, another name; that name.
 
     Raises:
@@ -70,7 +70,7 @@ def put_aside(path: Path) -> str:
 
 
 VERSION = 2
-_COLUMNS = msgspec.structs.fields(Target)
+_COLUMNS = msgspec.structs.fields(TraceTarget)
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, asked_ns INTEGER NOT NULL, document BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS targets (
@@ -115,7 +115,7 @@ class RequestStore:
                         requests[request.id] = request
                 for row in self._database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
                     with contextlib.suppress(msgspec.ValidationError):
-                        target = msgspec.convert(dict(zip(names, row, strict=True)), Target)
+                        target = msgspec.convert(dict(zip(names, row, strict=True)), TraceTarget)
                         if target.request in requests:
                             requests[target.request].targets.append(target)
             except sqlite3.Error as error:  # the agent goes on with what could be read
@@ -137,7 +137,7 @@ class RequestStore:
             *((_PUT_TARGET, msgspec.structs.astuple(target)) for target in request.targets),
         )
 
-    def put_target(self, target: Target) -> None:
+    def put_target(self, target: TraceTarget) -> None:
         """Write the state of a target; errors as of `put`."""
         self._write((_PUT_TARGET, msgspec.structs.astuple(target)))
 
@@ -171,4 +171,4 @@ class RequestStore:
             self.trouble = ""
 
     def _open(self) -> None:
-        self._database = opened(self.path, _SCHEMA, VERSION, "database of requests")
+        self._database = open_database(self.path, _SCHEMA, VERSION, "database of requests")

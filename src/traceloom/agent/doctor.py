@@ -10,33 +10,33 @@ from typing import Any
 
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.api import Check
-from traceloom.agent.attach.injection import unattachable
+from traceloom.agent.attach.injection import explain_attach_refusal
 from traceloom.agent.collectors.collector import Collector, read
-from traceloom.agent.collectors.owned_processes import OwnedProcesses
-from traceloom.agent.config import Config, Locations
-from traceloom.agent.kineto.server import ABSTRACT, NAME
+from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
+from traceloom.agent.config import AgentPaths, Config
+from traceloom.agent.kineto.server import ABSTRACT_SOCKET, SOCKET_NAME
 from traceloom.agent.ownership.environment import POLLED_DIRECTORY, POLLS
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.probes.calls import looks_into_others, unsupported
+from traceloom.agent.probes.calls import can_trace_others, explain_unsupported
 from traceloom.agent.profilers import py_spy
 from traceloom.agent.steps import ProbedStepClock
-from traceloom.system.units import count_of
+from traceloom.system.units import format_quantity
 
-_ABSTRACT_SHOWN = ABSTRACT.decode().replace("\0", "@")  # as the kernel lists it
-_MOST_SOCKETS = 16 << 20  # bytes of that list
+_ABSTRACT_SHOWN = ABSTRACT_SOCKET.decode().replace("\0", "@")  # as the kernel lists it
+_MAX_SOCKETS_BYTES = 16 << 20  # bytes of that list
 _EXTRAS = (
     ("otlp", "opentelemetry.sdk", "metrics by OTLP"),
     ("kubernetes", "grpc", "pods of devices, from the kubelet"),
 )
 
 
-def examine(
+def examine_parts(
     config: Config,
-    locations: Locations,
+    locations: AgentPaths,
     collectors: Sequence[Collector],
-    owned: OwnedProcesses,
+    owned: OwnedProcessCollector,
     *,
-    trouble: Mapping[str, str],
+    errors: Mapping[str, str],
     empty: Collection[str],
     unwritten: Mapping[str, str],
 ) -> list[Check]:
@@ -47,23 +47,23 @@ def examine(
         locations: Where its files are to be.
         collectors: All of them.
         owned: The processes that run now, and whose they are.
-        trouble: Collector -> why its last run gave nothing; "" where it did.
+        errors: Collector -> why its last run gave nothing; "" where it did.
         empty: Collectors that work and have nothing to look at.
         unwritten: `history`, `audit` -> why it could not be written last.
     """
-    is_root, whole = os.geteuid() == 0, config.collect.proc == "/proc"
+    is_root, sees_whole_host = os.geteuid() == 0, config.collect.proc == "/proc"
     result = [
         Check(
             area="rights", name="user", works="yes" if is_root else "partly",
             why="root: sees the processes of all users" if is_root
             else "sees the environment of your own processes alone",
-            help="run it as root for the whole host" if whole and not is_root else "",
+            help="run it as root for the whole host" if sees_whole_host and not is_root else "",
         )
     ]  # fmt: skip
     for collector in collectors:
-        result += _of_devices(collector) if isinstance(collector, AcceleratorCollector) else ()
+        result += _check_devices(collector) if isinstance(collector, AcceleratorCollector) else ()
         sentences = [] if isinstance(collector, AcceleratorCollector) else list(dict.fromkeys(collector.trouble()))
-        broken = trouble.get(collector.name, "")
+        broken = errors.get(collector.name, "")
         if collector.name in config.collect.off:
             result.append(
                 Check(area="collect", name=collector.name, works="no", why="it is switched off", help="collect.off")
@@ -73,43 +73,43 @@ def examine(
                 result.append(Check(area="collect", name=collector.name, works="no", why=broken))
             # Where libraries of processes lie is their users' to know, as what is said of single processes is.
             area = "jobs" if isinstance(collector, ProbedStepClock) else "collect"
-            result += [Check(area=area, name=collector.name, works="partly", why=sentence) for sentence in sentences]
+            result += [Check(area=area, name=collector.name, works="partly", why=problem) for problem in sentences]
         else:
-            why = "there is nothing of it here" if collector.name in empty else ""
-            result.append(Check(area="collect", name=collector.name, works="yes", why=why))
+            reason = "there is nothing of it here" if collector.name in empty else ""
+            result.append(Check(area="collect", name=collector.name, works="yes", why=reason))
     owner_troubles = owned.finder.troubles()
-    result += [Check(area="owners", name="owners", works="partly", why=sentence) for sentence in owner_troubles]
+    result += [Check(area="owners", name="owners", works="partly", why=problem) for problem in owner_troubles]
     if not owner_troubles:
         result.append(Check(area="owners", name="owners", works="yes"))
-    result += _files(locations, unwritten)
-    result += _extras(config)
-    result += _jobs(owned.owned.values(), Path(config.collect.proc))
-    why, helps = unattachable()
+    result += _check_files(locations, unwritten)
+    result += _check_extras(config)
+    result += _check_jobs(owned.owned.values(), Path(config.collect.proc))
+    reason, helps = explain_attach_refusal()
     if not config.traces.attach:
         off = "it is switched off: processes that nobody prepared are not traced"
-        why, helps = (f"{off}; and {why}", helps) if why else (off, "traces.attach")
-    attaching = Check(area="traces", name="attach", works="no" if why else "yes", why=why, help=helps)
-    result += [*_probes(config), _stacks(), attaching]
+        reason, helps = (f"{off}; and {reason}", helps) if reason else (off, "traces.attach")
+    attaching = Check(area="traces", name="attach", works="no" if reason else "yes", why=reason, help=helps)
+    result += [*_check_probes(config), _check_py_spy(), attaching]
     return result
 
 
-def _of_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
+def _check_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
     """Whether there are devices, and what of them cannot be seen: by back end, metric or device."""
     answering = sum(not device.stale for device in accelerators.devices.values())
     yield Check(
         area="devices", name="devices", works="yes" if answering else "no",
-        why=f"{count_of(answering, 'device')} answering" if answering else "no device answers here",
+        why=f"{format_quantity(answering, 'device')} answering" if answering else "no device answers here",
         help="" if answering else "to try it without any: traceloom agent run --simulate 8",
     )  # fmt: skip
-    for sentence in dict.fromkeys(accelerators.trouble()):
-        name, colon, why = sentence.partition(": ")
+    for problem in dict.fromkeys(accelerators.trouble()):
+        name, colon, reason = problem.partition(": ")
         yield Check(
             area="devices", name=name if colon else "devices", works="partly" if answering else "no",
-            why=why if colon else sentence,
+            why=reason if colon else problem,
         )  # fmt: skip
 
 
-def _files(locations: Locations, unwritten: Mapping[str, str]) -> Iterator[Check]:
+def _check_files(locations: AgentPaths, unwritten: Mapping[str, str]) -> Iterator[Check]:
     for name, path in (("socket", locations.socket), ("history", locations.history), ("audit", locations.audit)):
         directory = path.parent
         # Not `Path.exists`, which raises where the directory above may not be entered.
@@ -126,44 +126,44 @@ def _files(locations: Locations, unwritten: Mapping[str, str]) -> Iterator[Check
         )  # fmt: skip
 
 
-def _extras(config: Config) -> Iterator[Check]:
-    for extra, module, gives in _EXTRAS:
+def _check_extras(config: Config) -> Iterator[Check]:
+    for extra, module, feature in _EXTRAS:
         try:
             installed = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # of its parent
             installed = False
-        wanted = extra == "otlp" and bool(config.otlp.endpoint)
+        is_needed = extra == "otlp" and bool(config.otlp.endpoint)
         if (
             installed
-            or wanted
+            or is_needed
             or (
                 extra == "kubernetes" and os.path.exists(config.owners.kubelet)  # noqa: PTH110  (may be root's alone)
             )
         ):
             yield Check(
                 area="extras", name=extra, works="yes" if installed else "no",
-                why=gives if installed else f"without it no {gives}",
+                why=feature if installed else f"without it no {feature}",
                 help="" if installed else f"pip install 'traceloom[{extra}]'",
             )  # fmt: skip
 
 
-def _jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
+def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
     """Processes whose PyTorch asks for traces where nobody listens, by the directory that they ask in.
 
     The kernel's list of sockets is asked, and never their files: a user may have put anything in their place.
     """
-    here = _socket_names(proc / "net/unix") if (proc / "net/unix").exists() else set()
+    host_sockets = _read_socket_names(proc / "net/unix") if (proc / "net/unix").exists() else set()
     unheard: dict[str, list[int]] = {}
     for process in sorted(processes, key=lambda process: process.pid):
         if POLLS not in process.declared:
             continue
         directory = process.declared.get(POLLED_DIRECTORY, "")
         try:
-            names = _socket_names(proc / str(process.pid) / "net/unix")
+            names = _read_socket_names(proc / str(process.pid) / "net/unix")
         except OSError:  # it has ended, or what is in its container cannot be seen
             continue
         # An abstract name is one of its network namespace alone.
-        if not (f"{directory}/{NAME}" in names | here if directory else _ABSTRACT_SHOWN in names):
+        if not (f"{directory}/{SOCKET_NAME}" in names | host_sockets if directory else _ABSTRACT_SHOWN in names):
             unheard.setdefault(directory, []).append(process.pid)
     for directory, pids in unheard.items():
         name = f"process {pids[0]}" + (f" and {len(pids) - 1} more" if len(pids) > 1 else "")
@@ -183,23 +183,23 @@ def _jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
             )  # fmt: skip
 
 
-def _socket_names(path: Path) -> set[str]:
+def _read_socket_names(path: Path) -> set[str]:
     """Names of unix sockets that are open in a network namespace, NUL written as `@`: the last column of the list."""
-    lines = read(path, _MOST_SOCKETS).decode(errors="replace").splitlines()[1:]
+    lines = read(path, _MAX_SOCKETS_BYTES).decode(errors="replace").splitlines()[1:]
     return {columns[7] for line in lines if len(columns := line.split(maxsplit=7)) == 8}
 
 
-def _probes(config: Config) -> Iterator[Check]:
+def _check_probes(config: Config) -> Iterator[Check]:
     """Whether functions of processes can be probed, and what there is instead where they cannot."""
-    why, helps = unsupported()
+    reason, helps = explain_unsupported()
     instead = (
         ("steps", "steps count where processes report them"),
         ("launches", "launches are in the traces of prepared jobs alone (trace --profilers timeline)"),
         ("allocations", "allocations are seen where the job is recorded alone (record --memory)"),
     )
-    if why:
+    if reason:
         for name, without in instead:
-            yield Check(area="probes", name=name, works="no", why=f"{why}: {without}", help=helps)
+            yield Check(area="probes", name=name, works="no", why=f"{reason}: {without}", help=helps)
         return
     for name, _ in instead:
         if name == "steps" and not config.probes.steps:
@@ -207,7 +207,7 @@ def _probes(config: Config) -> Iterator[Check]:
                 area="probes", name=name, works="partly", why="steps are not counted: it is switched off",
                 help="probes.steps",
             )  # fmt: skip
-        elif not looks_into_others():
+        elif not can_trace_others():
             yield Check(
                 area="probes", name=name, works="partly",
                 why="of your own processes alone: others do not show their files",
@@ -217,13 +217,13 @@ def _probes(config: Config) -> Iterator[Check]:
             yield Check(area="probes", name=name, works="yes")
 
 
-def _stacks() -> Check:
+def _check_py_spy() -> Check:
     """Whether py-spy is there and may look into processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = (
-        not looks_into_others() and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
+        not can_trace_others() and scope.exists() and scope.read_text(encoding="ascii").strip() not in {"", "0"}
     )
-    if not py_spy.path():
+    if not py_spy.find_py_spy():
         return Check(
             area="stacks", name="py-spy", works="no", why="it is not installed", help="pip install 'traceloom[agent]'"
         )
@@ -233,7 +233,7 @@ def _stacks() -> Check:
             why="the kernel lets a process be looked into by its parent or root alone",
             help="run the agent as root, or set kernel.yama.ptrace_scope to 0",
         )  # fmt: skip
-    if not looks_into_others():
+    if not can_trace_others():
         return Check(
             area="stacks", name="py-spy", works="partly", why="sees the stacks of your own processes alone",
             help="run the agent as root, or with CAP_SYS_PTRACE",
@@ -241,54 +241,54 @@ def _stacks() -> Check:
     return Check(area="stacks", name="py-spy", works="yes")
 
 
-def by_hand(config: Config, locations: Locations) -> list[Check]:
+def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
     from traceloom.agent.collectors.cgroups import Cgroups
-    from traceloom.agent.collectors.collector import host_collectors
+    from traceloom.agent.collectors.collector import create_host_collectors
 
     accelerators = AcceleratorCollector(config)
-    owned = OwnedProcesses(config, accelerators)
+    owned = OwnedProcessCollector(config, accelerators)
     cgroups = Cgroups(config, lambda: owned.owned)
-    collectors: list[Collector] = [*host_collectors(config), accelerators, *owned.collectors, cgroups]
-    trouble, empty = {}, set()
+    collectors: list[Collector] = [*create_host_collectors(config), accelerators, *owned.collectors, cgroups]
+    errors, empty = {}, set()
     try:
         for collector in collectors:
             try:
                 if not collector.collect():
                     empty.add(collector.name)
             except OSError as error:  # noqa: PERF203  (each is a check of its own)
-                trouble[collector.name] = str(error)
-        return examine(config, locations, collectors, owned, trouble=trouble, empty=empty, unwritten={})
+                errors[collector.name] = str(error)
+        return examine_parts(config, locations, collectors, owned, errors=errors, empty=empty, unwritten={})
     finally:
         accelerators.close()
 
 
-def of_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
+def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
     """Of an agent that runs; `idle`: triggers that cannot fire, and why."""
-    trouble = {state.name: state.trouble for state in agent.board.collectors.values()}
-    empty = {name for name, sheet in agent.board.sheets.items() if not sheet.values and not sheet.histograms}
-    checks = examine(
-        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, trouble=trouble, empty=empty,
+    errors = {state.name: state.trouble for state in agent.board.collectors.values()}
+    empty = {name for name, sheet in agent.board.results.items() if not sheet.values and not sheet.histograms}
+    checks = examine_parts(
+        agent.config, agent.locations, agent.scheduler.collectors, agent.processes, errors=errors, empty=empty,
         unwritten={"history": agent.history.trouble, "audit": agent.audit.trouble},
     )  # fmt: skip
-    for name, why, key in (
+    for name, reason, key in (
         ("sockets", agent.kineto.trouble if agent.kineto is not None else "they are not open yet", "kineto"),
         ("requests", agent.desk.store.trouble, "requests"),
         ("hangs", agent.hangs.trouble, "hangs"),
     ):
         checks.append(
             Check(
-                area="traces", name=name, works="no" if why else "yes", why=why,
-                help=f"`paths.{key}` of agent.toml names another place" if why else "",
+                area="traces", name=name, works="no" if reason else "yes", why=reason,
+                help=f"`paths.{key}` of agent.toml names another place" if reason else "",
             )
         )  # fmt: skip
     for name in agent.triggers.rules:
-        why = idle.get(name, "")
+        reason = idle.get(name, "")
         checks.append(
             Check(
-                area="triggers", name=name, works="partly" if why else "yes",
-                why=f"as things are it cannot fire: {why}" if why else "",
-                help="where that is not as it should be: `[[triggers]]` of agent.toml" if why else "",
+                area="triggers", name=name, works="partly" if reason else "yes",
+                why=f"as things are it cannot fire: {reason}" if reason else "",
+                help="where that is not as it should be: `[[triggers]]` of agent.toml" if reason else "",
             )
         )  # fmt: skip
     if agent.triggers.store.trouble:

@@ -23,9 +23,9 @@ import msgspec
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.metrics import Reading
 
-PEAKS = Path(__file__).parents[1] / "analyze" / "peaks.json"
-FLOP_PER_CLOCK = Path(__file__).with_name("flop_per_clock.json")
-_COMPARED = ("bf16", "fp16", "fp32")  # in this order: what devices are compared in
+PEAKS_FILE = Path(__file__).parents[1] / "analyze" / "peaks.json"
+FLOP_PER_CLOCK_FILE = Path(__file__).with_name("flop_per_clock.json")
+_COMPARED_TYPES = ("bf16", "fp16", "fp32")  # in this order: what devices are compared in
 
 
 class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,17 +40,17 @@ class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def flop_per_clock() -> dict[str, dict[str, int]]:
+def load_flop_per_clock() -> dict[str, dict[str, int]]:
     """Architecture -> unit (`fp32`, `bf16_matrix`) -> FLOP per clock of one multiprocessor."""
-    tables: dict[str, dict[str, int]] = json.loads(FLOP_PER_CLOCK.read_text(encoding="utf-8"))["architectures"]
+    tables: dict[str, dict[str, int]] = json.loads(FLOP_PER_CLOCK_FILE.read_text(encoding="utf-8"))["architectures"]
     return tables
 
 
 @cache
-def _models() -> dict[str, DeviceModel]:
-    clocks = json.loads(FLOP_PER_CLOCK.read_text(encoding="utf-8"))["models"]
+def _load_models() -> dict[str, DeviceModel]:
+    clocks = json.loads(FLOP_PER_CLOCK_FILE.read_text(encoding="utf-8"))["models"]
     models: dict[str, DeviceModel] = {}
-    for entry in json.loads(PEAKS.read_text(encoding="utf-8"))["devices"]:
+    for entry in json.loads(PEAKS_FILE.read_text(encoding="utf-8"))["devices"]:
         clock = clocks.get(entry["name"], {})
         model = DeviceModel(
             name=entry["name"], flops=entry["flops"], multiprocessors=entry["multiprocessors"],
@@ -58,20 +58,20 @@ def _models() -> dict[str, DeviceModel]:
             highest_clock_hz=clock["vector_mhz"] * 1e6 if clock else None,
             matrix_clock_hz=clock["matrix_mhz"] * 1e6 if clock else None,
         )  # fmt: skip
-        models |= {_plain(name): model for name in (entry["name"], *entry["aliases"])}
+        models |= {_normalise_name(name): model for name in (entry["name"], *entry["aliases"])}
     return models
 
 
-def _plain(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return re.sub(r"\s+", " ", name).strip().lower()
 
 
-def device_model(name: str) -> DeviceModel | None:
+def find_device_model(name: str) -> DeviceModel | None:
     """The data sheet of a device by its whole name; capitals and blanks do not count."""
-    return _models().get(_plain(name))
+    return _load_models().get(_normalise_name(name))
 
 
-def relative_peak(model: DeviceModel | None, reference: DeviceModel | None) -> float | None:
+def compute_relative_peak(model: DeviceModel | None, reference: DeviceModel | None) -> float | None:
     """How much faster a device is than another at most; None where either is not known.
 
     Compared is the rate of BF16, else FP16, else FP32: the first that both data sheets have.
@@ -81,7 +81,7 @@ def relative_peak(model: DeviceModel | None, reference: DeviceModel | None) -> f
     return next(
         (
             model.flops[kind] / reference.flops[kind]
-            for kind in _COMPARED
+            for kind in _COMPARED_TYPES
             if {kind} <= model.flops.keys() & reference.flops
         ),
         None,
@@ -90,14 +90,14 @@ def relative_peak(model: DeviceModel | None, reference: DeviceModel | None) -> f
 
 Method = Literal["declared", "trace", "ratio", "bounds"]
 Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after the device) -> value
-PIPE = "gpu_pipe_active_ratio"
+PIPE_METRIC = "gpu_pipe_active_ratio"
 VECTOR_TYPES = ("fp64", "fp32", "fp16")
 MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # those that the 16-bit pipe (HMMA) computes
 HALF_TO_SINGLE = 1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices have at most 16 bits
-LEAST_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to say something
+MIN_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to say something
 
 # What jobs and frameworks call an element type.
-SPELLINGS = {
+TYPE_SPELLINGS = {
     "tf32": "tf32", "fp32": "tf32", "float32": "tf32", "float": "tf32",  # matrix units have no FP32
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "e5m2": "fp8", "mxfp8": "fp8",
@@ -121,13 +121,15 @@ class FlopRate(NamedTuple):
     method: Method
 
 
-def declared_types(text: str) -> MatrixTypes | None:
+def parse_declared_types(text: str) -> MatrixTypes | None:
     """What a job declares (`TRACELOOM_DTYPE=bf16`); None for what is no type of matrix units."""
-    kind = SPELLINGS.get(text.strip().lower().removeprefix("torch."))
+    kind = TYPE_SPELLINGS.get(text.strip().lower().removeprefix("torch."))
     return None if kind is None else MatrixTypes({kind: 1.0}, "declared")
 
 
-def _matrix_rates(per_clock: Mapping[str, int], values: Values, types: Iterable[MatrixTypes]) -> FlopRate | None:
+def _compute_matrix_rates(
+    per_clock: Mapping[str, int], values: Values, types: Iterable[MatrixTypes]
+) -> FlopRate | None:
     """FLOP per clock of a multiprocessor whose 16-bit matrix pipe is always active; None for an architecture without.
 
     A mix is by FLOPs, and a pipe spends its time by FLOPs over rate: the rate of the mix is the harmonic mean.
@@ -136,24 +138,26 @@ def _matrix_rates(per_clock: Mapping[str, int], values: Values, types: Iterable[
     if not rates:
         return None
     # Several jobs on one device: nobody knows whose the activity is, so that it lies between their rates.
-    of_jobs = [
+    job_rates = [
         (sum(mix.shares.values()) / sum(share / rates[kind] for kind, share in mix.shares.items()), mix.method)
         for mix in types
         if mix.shares and mix.shares.keys() <= rates.keys()
     ]
-    if of_jobs:
-        methods = {method for _, method in of_jobs}
-        values_of_jobs = [rate for rate, _ in of_jobs]
+    if job_rates:
+        methods = {method for _, method in job_rates}
+        values_of_jobs = [rate for rate, _ in job_rates]
         return FlopRate(min(values_of_jobs), max(values_of_jobs), "declared" if methods == {"declared"} else "trace")
-    half, single = values.get((PIPE, ("fp16",))), values.get((PIPE, ("fp32",)))
-    is_half = half is not None and single is not None and half >= max(HALF_TO_SINGLE * single, LEAST_ACTIVITY)
+    half, single = values.get((PIPE_METRIC, ("fp16",))), values.get((PIPE_METRIC, ("fp32",)))
+    is_half = half is not None and single is not None and half >= max(HALF_TO_SINGLE * single, MIN_ACTIVITY)
     if is_half and "fp16" in rates:
         return FlopRate(rates["fp16"], max(rates.values()), "ratio")
     # The FP32 pipe has the vector work of TF32 and BF16 jobs, and the sums of FP8 products: it tells nothing.
     return FlopRate(min(rates.values()), max(rates.values()), "bounds")
 
 
-def estimate(device: Device, values: Values, types: Iterable[MatrixTypes] = ()) -> tuple[list[Reading], dict[str, str]]:
+def estimate_flops(
+    device: Device, values: Values, types: Iterable[MatrixTypes] = ()
+) -> tuple[list[Reading], dict[str, str]]:
     """`gpu_flops`, `gpu_integer_ops` and `gpu_flop_utilization_ratio` of a device, or why they cannot be had.
 
     Where only the activity of all matrix units together is known (exporters on A100), all of it counts as the 16-bit
@@ -164,9 +168,9 @@ def estimate(device: Device, values: Values, types: Iterable[MatrixTypes] = ()) 
         values: Its readings; of a partition, with the clock of its device.
         types: What is known of each job on it.
     """
-    per_clock = flop_per_clock().get(device.architecture)
+    per_clock = load_flop_per_clock().get(device.architecture)
     clock = values.get(("gpu_clock_hertz", ("sm",)))
-    tensor, hmma = values.get((PIPE, ("tensor",))), values.get((PIPE, ("hmma",)))
+    tensor, hmma = values.get((PIPE_METRIC, ("tensor",))), values.get((PIPE_METRIC, ("hmma",)))
     readings: list[Reading] = []
     missing: dict[str, str] = {}
     name = (device.uuid,)
@@ -177,7 +181,7 @@ def estimate(device: Device, values: Values, types: Iterable[MatrixTypes] = ()) 
     else:
         missing["gpu_flop_utilization_ratio"] = "the activity of the matrix units, or the highest clock, is not known"
     active = tensor if hmma is None else hmma
-    rate = None if per_clock is None else _matrix_rates(per_clock, values, types)
+    rate = None if per_clock is None else _compute_matrix_rates(per_clock, values, types)
     if active is None:
         missing["gpu_flops"] = "the activity of the pipes is not known"
     elif per_clock is None or rate is None or device.multiprocessors is None:
@@ -188,25 +192,25 @@ def estimate(device: Device, values: Values, types: Iterable[MatrixTypes] = ()) 
         high = active * rate.high
         at_most = values.get(("gpu_sm_active_ratio", ()), values.get(("gpu_graphics_active_ratio", ()), 1.0))
         # A multiprocessor issues to one vector pipe more than to another: unknown ones count with the fastest.
-        unknown = [kind for kind in VECTOR_TYPES if (PIPE, (kind,)) not in values]
+        unknown = [kind for kind in VECTOR_TYPES if (PIPE_METRIC, (kind,)) not in values]
         high += at_most * max((per_clock.get(kind, 0) for kind in unknown), default=0)
         for kind in VECTOR_TYPES:
-            vector = values.get((PIPE, (kind,)), 0.0) * per_clock.get(kind, 0)
+            vector = values.get((PIPE_METRIC, (kind,)), 0.0) * per_clock.get(kind, 0)
             low, high = low + vector, high + vector
         for pipe in ("dmma", "dfma"):
-            double = values.get((PIPE, (pipe,)), 0.0) * per_clock.get("fp64_matrix", 0)
+            double = values.get((PIPE_METRIC, (pipe,)), 0.0) * per_clock.get("fp64_matrix", 0)
             low, high = low + double, high + double
         readings += [
             Reading("gpu_flops", (*name, rate.method, "low"), low * cycles),
             Reading("gpu_flops", (*name, rate.method, "high"), high * cycles),
         ]
-        integer = values.get((PIPE, ("imma",)))
+        integer = values.get((PIPE_METRIC, ("imma",)))
         if integer is not None and "int8_matrix" in per_clock:
             readings.append(Reading("gpu_integer_ops", name, integer * per_clock["int8_matrix"] * cycles))
     return readings, missing
 
 
-def calibration(estimated: FlopRate, flops_per_step: float, steps_per_second: float) -> float | None:
+def compute_estimate_error(estimated: FlopRate, flops_per_step: float, steps_per_second: float) -> float | None:
     """How far the estimate is from the FLOPs that a trace counted: 0 within the bounds, else from the nearer one.
 
     (estimate - counted) / counted; None where no steps are done.

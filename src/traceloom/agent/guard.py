@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 
-class Guard:
+class SocketJanitor:
     """The agent's side: knows the guard's process, and starts another one where it has ended.
 
     Raises:
@@ -35,7 +35,7 @@ class Guard:
 
     def watch(self, path: Path) -> None:
         """Remove this socket, as it is now, at the end. One that takes its name later is not removed."""
-        self._watched[str(path)] = identity(str(path))
+        self._watched[str(path)] = get_file_identity(str(path))
         self._send(str(path))
 
     def check(self) -> bool:
@@ -72,7 +72,7 @@ class Guard:
             self._process.stdin.close()
 
 
-def identity(path: str) -> tuple[int, ...] | None:
+def get_file_identity(path: str) -> tuple[int, ...] | None:
     """What tells a file from another one that takes its name."""
     try:
         status = os.lstat(path)
@@ -92,7 +92,7 @@ def main(lines: IO[str]) -> None:
             path, before = json.loads(line)
             watched[path] = before and tuple(before)
     for path, before in watched.items():
-        if before is not None and identity(path) == before:
+        if before is not None and get_file_identity(path) == before:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108  (pathlib costs the guard 2 MB)
 

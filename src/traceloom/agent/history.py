@@ -30,9 +30,9 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.config import HistorySettings
-from traceloom.agent.database import is_damage, put_aside
-from traceloom.agent.metrics import METRICS, PREFIX, Series
-from traceloom.agent.snapshot import Board
+from traceloom.agent.database import is_corruption, move_damaged_file
+from traceloom.agent.metrics import METRICS, PREFIX, SeriesKey
+from traceloom.agent.snapshot import Snapshot
 from traceloom.errors import InputError, UsageError, nearest, other_version
 
 LOG = logging.getLogger("traceloom.agent")
@@ -62,7 +62,7 @@ class Points(NamedTuple):
 
 class _Recent(NamedTuple):
     at_ns: int
-    series: tuple[Series, ...]
+    series: tuple[SeriesKey, ...]
     values: array[float]
 
 
@@ -95,9 +95,9 @@ class History:
         if path is not None:
             self._open()
 
-    def keep(self, board: Board, now_ns: int) -> None:
+    def keep(self, board: Snapshot, now_ns: int) -> None:
         """Take into memory what is new on the board."""
-        for name, sheet in board.sheets.items():
+        for name, sheet in board.results.items():
             before = self._seen.get(name)
             if before is not None and before.at_ns == sheet.at_ns:
                 continue
@@ -108,8 +108,8 @@ class History:
             self._recent.append(self._seen[name])
         oldest = now_ns - self.settings.recent_seconds * 10**9
         # A clock that jumped ahead and back leaves instants that never become old; the number is bounded too.
-        most = self.settings.recent_seconds * max(len(self._seen), 1)
-        while self._recent and (self._recent[0].at_ns < oldest or len(self._recent) > most):
+        max_entries = self.settings.recent_seconds * max(len(self._seen), 1)
+        while self._recent and (self._recent[0].at_ns < oldest or len(self._recent) > max_entries):
             self._recent.popleft()
 
     def recent(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
@@ -126,13 +126,13 @@ class History:
                     times, values = series.setdefault(labels, (array("q"), array("d")))
                     times.append(tick.at_ns)
                     values.append(tick.values[column])
-        return [in_order(labels, times, values) for labels, (times, values) in series.items()]
+        return [sort_by_time(labels, times, values) for labels, (times, values) in series.items()]
 
     def recent_from_ns(self) -> int:
         """The oldest instant in memory; now where there is none."""
         return min((tick.at_ns for tick in self._recent), default=time.time_ns())
 
-    def write(self, at_ns: int, values: Iterable[tuple[Series, float]]) -> None:
+    def write(self, at_ns: int, values: Iterable[tuple[SeriesKey, float]]) -> None:
         """Put one tick on disk. What cannot be written is counted in `lost`; the file is tried again later."""
         with self._lock:
             if self.path is None or self._closed:
@@ -145,14 +145,14 @@ class History:
                 if self._database is None:
                     self.lost[self.trouble] += 1
                     return
-            by_metric: dict[str, tuple[list[Labels], list[float]]] = {}
+            rows_by_metric: dict[str, tuple[list[Labels], list[float]]] = {}
             for (metric, labels), value in values:
-                rows, numbers = by_metric.setdefault(metric, ([], []))
+                rows, numbers = rows_by_metric.setdefault(metric, ([], []))
                 rows.append(labels)
                 numbers.append(value)
             try:
                 with self._database as database:
-                    for metric, (rows, numbers) in by_metric.items():
+                    for metric, (rows, numbers) in rows_by_metric.items():
                         if metric not in self._metrics:
                             database.execute("INSERT OR IGNORE INTO metrics (name) VALUES (?)", (metric,))
                             (self._metrics[metric],) = database.execute(
@@ -167,7 +167,7 @@ class History:
             except sqlite3.Error as error:
                 self._fail(error)
                 self.lost[self.trouble] += 1
-                if is_damage(error):
+                if is_corruption(error):
                     self._put_aside()
 
     def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
@@ -182,7 +182,7 @@ class History:
         except sqlite3.Error as error:
             with self._lock:
                 self.trouble = str(error)
-                if is_damage(error) and not self._closed:
+                if is_corruption(error) and not self._closed:
                     self._fail(error)
                     self._put_aside()
             return []
@@ -211,7 +211,7 @@ class History:
                     if not math.isnan(number):
                         times.append(at_ns)
                         values.append(number)
-        return [in_order(labels, times, values) for labels, (times, values) in series.items() if times]
+        return [sort_by_time(labels, times, values) for labels, (times, values) in series.items() if times]
 
     def forget(self, now_ns: int) -> None:
         """Drop from disk what is older than it is kept; and the oldest tenth where the file is too large."""
@@ -224,14 +224,14 @@ class History:
                     if self.bytes() > self.settings.most_mb * 1e6:
                         first, last = database.execute("SELECT min(at_ns), max(at_ns) FROM ticks").fetchone()
                         oldest = max(oldest, first + (last - first) // 10) if first is not None else oldest
-                    gone = database.execute("DELETE FROM ticks WHERE at_ns < ?", (oldest,)).rowcount
-                    if gone:
+                    deleted = database.execute("DELETE FROM ticks WHERE at_ns < ?", (oldest,)).rowcount
+                    if deleted:
                         database.execute("DELETE FROM layouts WHERE id NOT IN (SELECT DISTINCT layout FROM ticks)")
                         self._layouts.clear()
                 self._database.execute("PRAGMA incremental_vacuum")
             except sqlite3.Error as error:
                 self._fail(error)
-                if is_damage(error):
+                if is_corruption(error):
                     self._put_aside()
 
     def bytes(self) -> int:
@@ -260,7 +260,7 @@ class History:
             try:
                 self._database = self._prepared()
             except sqlite3.DatabaseError as error:
-                if not is_damage(error):
+                if not is_corruption(error):
                     raise
                 self._put_aside()
                 self._database = self._prepared()
@@ -303,7 +303,7 @@ class History:
         """Give a damaged file, which is closed, another name; the next write begins a new one."""
         assert self.path is not None
         try:
-            aside = put_aside(self.path)
+            aside = move_damaged_file(self.path)
         except OSError as error:  # tried again when it is written next
             self.trouble = str(error)
             return
@@ -326,42 +326,42 @@ class History:
         return number
 
 
-def in_order(labels: Labels, times: array[int], values: array[float]) -> Points:
+def sort_by_time(labels: Labels, times: array[int], values: array[float]) -> Points:
     """A series in order of time, whatever clocks did."""
     if any(later < earlier for earlier, later in pairwise(times)):
         pairs = sorted(zip(times, values, strict=True))
-        times, values = array("q", (at for at, _ in pairs)), array("d", (value for _, value in pairs))
+        times, values = array("q", (at_ns for at_ns, _ in pairs)), array("d", (value for _, value in pairs))
     return Points(labels, times, values)
 
 
-def joined(older: list[Points], newer: list[Points]) -> list[Points]:
+def merge_series(older: list[Points], newer: list[Points]) -> list[Points]:
     """Series of the disk, and those in memory for the time that they cover: where a clock jumped, it has gaps."""
-    rest = {points.labels: points for points in newer}
+    unmerged = {points.labels: points for points in newer}
     result = []
     for points in older:
-        after = rest.pop(points.labels, None)
+        after = unmerged.pop(points.labels, None)
         if after is None:
             result.append(points)
             continue
         end = bisect_left(points.times_ns, after.times_ns[0])
         times, values = points.times_ns[:end], points.values[:end]
-        for at, value in zip(points.times_ns[end:], points.values[end:], strict=True):
-            if at - after.times_ns[bisect_right(after.times_ns, at) - 1] > _GAP_NS:
-                times.append(at)
+        for at_ns, value in zip(points.times_ns[end:], points.values[end:], strict=True):
+            if at_ns - after.times_ns[bisect_right(after.times_ns, at_ns) - 1] > _GAP_NS:
+                times.append(at_ns)
                 values.append(value)
-        result.append(in_order(points.labels, times + after.times_ns, values + after.values))
-    return result + list(rest.values())
+        result.append(sort_by_time(points.labels, times + after.times_ns, values + after.values))
+    return result + list(unmerged.values())
 
 
-def label_columns(metric: str) -> Mapping[str, int]:
+def get_label_columns(metric: str) -> Mapping[str, int]:
     """Label of a metric -> where it stands in the labels of its series."""
     return {label: column for column, label in enumerate(METRICS[metric].labels)}
 
 
-_HELD_NS = 60 * 10**9  # a share or an owner is taken to hold so long after it was seen last
-OWNERS = ("job", "rank", "user", "account", "namespace", "pod", "framework", "process", "pid")
-PARTS = (*OWNERS, "device")
-ATTRIBUTION = ("process_gpu_share_ratio", "process_info")  # metrics by which values become those of jobs
+_OWNERSHIP_HOLD_NS = 60 * 10**9  # a share or an owner is taken to hold so long after it was seen last
+OWNER_FIELDS = ("job", "rank", "user", "account", "namespace", "pod", "framework", "process", "pid")
+GROUPING_FIELDS = (*OWNER_FIELDS, "device")
+ATTRIBUTION_METRICS = ("process_gpu_share_ratio", "process_info")  # metrics by which values become those of jobs
 # Series of a metric in a span of time.
 Fetch = Callable[[str], list[Points]]
 
@@ -374,13 +374,13 @@ class Curve(NamedTuple):
     values: list[float]
 
 
-def unit(metric: str, *, raw: bool = False) -> str:
+def get_unit(metric: str, *, raw: bool = False) -> str:
     """The unit of what `answer` gives: the metric's, per second for a counter."""
     declared = METRICS[metric]
     return f"{declared.unit or '1'}/s" if declared.kind == "counter" and not raw else declared.unit
 
 
-def plain_name(metric: str) -> str:
+def resolve_metric_name(metric: str) -> str:
     """The name of a metric without the prefix.
 
     Raises:
@@ -395,13 +395,13 @@ def plain_name(metric: str) -> str:
     return name
 
 
-def needed(metric: str, parts: Iterable[str]) -> list[str]:
+def list_needed_metrics(metric: str, parts: Iterable[str]) -> list[str]:
     """The metrics whose history an answer by these labels or owners needs."""
     foreign = set(parts) - set(METRICS[metric].labels)
-    return list(dict.fromkeys([metric, *(ATTRIBUTION if foreign else ())]))
+    return list(dict.fromkeys([metric, *(ATTRIBUTION_METRICS if foreign else ())]))
 
 
-def answer(
+def evaluate_query(
     metric: str, fetch: Fetch, *, by: tuple[str, ...] = (), where: Mapping[str, str] | None = None, raw: bool = False
 ) -> list[Curve]:
     """Answer a question.
@@ -419,55 +419,55 @@ def answer(
     """
     declared = METRICS[metric]
     where = dict(where or {})
-    columns = label_columns(metric)
+    columns = get_label_columns(metric)
     foreign = [part for part in (*by, *where) if part not in columns]
-    wrong = [part for part in foreign if part not in PARTS or not ({"device", "process"} & set(columns))]
+    wrong = [part for part in foreign if part not in GROUPING_FIELDS or not ({"device", "process"} & set(columns))]
     if wrong:
-        possible = [*columns, *(PARTS if {"device", "process"} & set(columns) else ())]
+        possible = [*columns, *(GROUPING_FIELDS if {"device", "process"} & set(columns) else ())]
         raise UsageError(
             f"`{metric}` has no `{wrong[0]}`", slug="no-such-label",
             hint=nearest(wrong[0], possible) + f"it has {', '.join(dict.fromkeys(possible)) or 'no labels'}",
         )  # fmt: skip
-    wanted = {columns[key]: value for key, value in where.items() if key in columns}
-    series = [p for p in fetch(metric) if all(p.labels[column] == value for column, value in wanted.items())]
+    expected = {columns[key]: value for key, value in where.items() if key in columns}
+    series = [p for p in fetch(metric) if all(p.labels[column] == value for column, value in expected.items())]
     if declared.kind == "counter" and not raw:
-        series = [rates for points in series if (rates := rate(points)).times_ns]
+        series = [rates for points in series if (rates := compute_rate(points)).times_ns]
     if not by and not (set(where) - set(columns)):
         return [
             Curve(dict(zip(declared.labels, points.labels, strict=True)), list(points.times_ns), list(points.values))
             for points in series
         ]
-    owners = _Owners(fetch, foreign, shares="process" not in columns) if foreign else None
-    groups: dict[tuple[str, ...], _Sums] = {}
-    averaged = declared.sharing == "mean" or declared.unit == "ratio"
+    owners = _OwnershipIndex(fetch, foreign, shares="process" not in columns) if foreign else None
+    groups: dict[tuple[str, ...], _WeightedSums] = {}
+    averaged = declared.aggregation == "mean" or declared.unit == "ratio"
     for points in series:
-        own = {label: points.labels[column] for label, column in columns.items()}
-        alone = [(own, 1.0)]
-        parts = owners.over_time(own, points.times_ns) if owners else repeat(alone)
-        for at, value, on in zip(points.times_ns, points.values, parts, strict=False):
+        series_labels = {label: points.labels[column] for label, column in columns.items()}
+        unowned = [(series_labels, 1.0)]
+        parts = owners.over_time(series_labels, points.times_ns) if owners else repeat(unowned)
+        for at_ns, value, on in zip(points.times_ns, points.values, parts, strict=False):
             for facts, weight in on:
-                if all(facts.get(key, "") == wanted for key, wanted in where.items()):
+                if all(facts.get(key, "") == expected for key, expected in where.items()):
                     key = tuple(facts.get(part, "") for part in by)
-                    groups.setdefault(key, _Sums({}, {})).add(at, value, weight)
+                    groups.setdefault(key, _WeightedSums({}, {})).add(at_ns, value, weight)
     curves = [
         Curve(dict(zip(by, key, strict=True)), *sums.columns(averaged=averaged)) for key, sums in sorted(groups.items())
     ]
     return [curve for curve in curves if curve.times_ns]
 
 
-def rate(points: Points) -> Points:
+def compute_rate(points: Points) -> Points:
     """A counter as its rate per second between instants; where it was set back, it began anew at 0."""
     times, values = array("q"), array("d")
     for index in range(1, len(points.times_ns)):
         seconds = (points.times_ns[index] - points.times_ns[index - 1]) / 1e9
-        more = points.values[index] - points.values[index - 1]
+        increase = points.values[index] - points.values[index - 1]
         if seconds > 0:
             times.append(points.times_ns[index])
-            values.append((more if more >= 0 else points.values[index]) / seconds)
+            values.append((increase if increase >= 0 else points.values[index]) / seconds)
     return Points(points.labels, times, values)
 
 
-class _Sums(NamedTuple):
+class _WeightedSums(NamedTuple):
     """Values of a group by instant: their weighted sum, and the weights."""
 
     totals: dict[int, float]
@@ -480,18 +480,20 @@ class _Sums(NamedTuple):
     def columns(self, *, averaged: bool) -> tuple[list[int], list[float]]:
         times = sorted(self.totals)
         if averaged:
-            times = [at for at in times if self.weights[at]]  # who had nothing of any device has no temperature either
-            return times, [self.totals[at] / self.weights[at] for at in times]
-        return times, [self.totals[at] for at in times]
+            times = [
+                at_ns for at_ns in times if self.weights[at_ns]
+            ]  # who had nothing of any device has no temperature either
+            return times, [self.totals[at_ns] / self.weights[at_ns] for at_ns in times]
+        return times, [self.totals[at_ns] for at_ns in times]
 
 
-class _Owners:
+class _OwnershipIndex:
     """Who was on a device, and whose a process was, at an instant."""
 
     def __init__(self, fetch: Fetch, foreign: list[str], *, shares: bool) -> None:
         self.shares: dict[str, list[tuple[str, Points]]] = {}  # device -> process and its share over time
         if shares:
-            columns = label_columns("process_gpu_share_ratio")
+            columns = get_label_columns("process_gpu_share_ratio")
             for points in fetch("process_gpu_share_ratio"):
                 device, process = points.labels[columns["device"]], points.labels[columns["process"]]
                 self.shares.setdefault(device, []).append((process, points))
@@ -502,21 +504,23 @@ class _Owners:
                 facts = dict(zip(names, points.labels, strict=True))
                 self.facts[facts["process"]] = facts
 
-    def over_time(self, own: dict[str, str], times_ns: Iterable[int]) -> list[list[tuple[dict[str, str], float]]]:
+    def over_time(
+        self, series_labels: dict[str, str], times_ns: Iterable[int]
+    ) -> list[list[tuple[dict[str, str], float]]]:
         """For each instant the owners of a series, with their weights; those of no owner have "" for everything."""
-        if "process" in own:
-            facts = {**self.facts.get(own["process"], {}), **own}
+        if "process" in series_labels:
+            facts = {**self.facts.get(series_labels["process"], {}), **series_labels}
             return [[(facts, 1.0)] for _ in times_ns]
         on = [
-            ({**self.facts.get(process, {}), "process": process, **own}, points)
-            for process, points in self.shares.get(own.get("device", ""), [])
+            ({**self.facts.get(process, {}), "process": process, **series_labels}, points)
+            for process, points in self.shares.get(series_labels.get("device", ""), [])
         ]
         result = []
-        for at in times_ns:
+        for at_ns in times_ns:
             parts = []
             for facts, points in on:
-                index = bisect_right(points.times_ns, at) - 1
-                if index >= 0 and at - points.times_ns[index] <= _HELD_NS:
+                index = bisect_right(points.times_ns, at_ns) - 1
+                if index >= 0 and at_ns - points.times_ns[index] <= _OWNERSHIP_HOLD_NS:
                     parts.append((facts, points.values[index]))
-            result.append(parts or [(own, 1.0)])
+            result.append(parts or [(series_labels, 1.0)])
         return result

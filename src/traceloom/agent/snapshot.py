@@ -11,13 +11,13 @@ import msgspec
 
 from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
 from traceloom.agent.collectors.cgroups import OomKill
-from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
+from traceloom.agent.metrics import METRICS, HistogramReading, Reading, SeriesKey
 from traceloom.agent.ownership.model import Process
-from traceloom.server.access import _OWNED, Peer
+from traceloom.server.access import _OWNER_LABELS, Caller
 
 
 @dataclass(slots=True)
-class CollectorState:
+class CollectorStatus:
     """How a collector fares. Times in nanoseconds since the epoch; 0: never."""
 
     name: str
@@ -30,15 +30,15 @@ class CollectorState:
 
 
 @dataclass(slots=True)
-class Sheet:
+class CollectorResult:
     """What one collector delivered last: its series, all of them, and when."""
 
     at_ns: int
-    values: dict[Series, float]
-    histograms: dict[Series, Histogram]
+    values: dict[SeriesKey, float]
+    histograms: dict[SeriesKey, HistogramReading]
 
 
-class Board:
+class Snapshot:
     """Readings by collector, devices, processes, jobs: replaced whole by whoever knows better.
 
     What a collector no longer delivers is gone from the board at once; what it delivered before it failed is taken off
@@ -47,66 +47,66 @@ class Board:
 
     def __init__(self) -> None:
         self.started_ns = time.time_ns()
-        self.sheets: dict[str, Sheet] = {}
-        self.collectors: dict[str, CollectorState] = {}
+        self.results: dict[str, CollectorResult] = {}
+        self.collectors: dict[str, CollectorStatus] = {}
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
         self.events: list[DeviceEvent] = []  # the last ones, oldest first
         self.oom_kills: list[OomKill] = []  # likewise
         self.processes: dict[str, Process] = {}
-        self.watchers: list[Callable[[str, Sheet], None]] = []  # hear of every sheet as it is put
+        self.listeners: list[Callable[[str, CollectorResult], None]] = []  # hear of every sheet as it is put
 
-    def put(self, collector: str, readings: Iterable[Reading | Histogram], at_ns: int) -> None:
+    def put(self, collector: str, readings: Iterable[Reading | HistogramReading], at_ns: int) -> None:
         """Replace what a collector delivered before.
 
         Raises:
             ValueError: A reading of a metric that is not declared, or with other labels than declared.
         """
-        sheet = Sheet(at_ns, {}, {})
+        sheet = CollectorResult(at_ns, {}, {})
         for reading in readings:
             metric = METRICS.get(reading.metric)
             if metric is None or len(metric.labels) != len(reading.labels):
                 raise ValueError(f"{collector} delivers `{reading.metric}` with labels that are not declared")
             series = (reading.metric, reading.labels)
-            if isinstance(reading, Histogram):
+            if isinstance(reading, HistogramReading):
                 sheet.histograms[series] = reading
             else:
                 sheet.values[series] = reading.value
-        self.sheets[collector] = sheet
-        for watcher in self.watchers:
+        self.results[collector] = sheet
+        for watcher in self.listeners:
             watcher(collector, sheet)
 
     def stale(self, collector: str) -> None:
         """Take off what a collector delivered: it is no longer true."""
-        self.sheets.pop(collector, None)
+        self.results.pop(collector, None)
 
-    def copy(self) -> Board:
+    def copy(self) -> Snapshot:
         """The board as it is now, for another thread: sheets and what else it holds are replaced, never changed."""
         board = copy(self)
-        board.sheets = dict(self.sheets)
+        board.results = dict(self.results)
         return board
 
     def series(self) -> int:
         """How many series there are; a histogram is one."""
-        return sum(len(sheet.values) + len(sheet.histograms) for sheet in self.sheets.values())
+        return sum(len(sheet.values) + len(sheet.histograms) for sheet in self.results.values())
 
-    def values(self) -> Iterator[tuple[Series, float, int]]:
+    def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
         """Every series with its value and its time."""
-        for sheet in self.sheets.values():
+        for sheet in self.results.values():
             for series, value in sheet.values.items():
                 yield series, value, sheet.at_ns
 
-    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+    def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
         """Every histogram with its time."""
-        for sheet in self.sheets.values():
+        for sheet in self.results.values():
             for histogram in sheet.histograms.values():
                 yield histogram, sheet.at_ns
 
 
-class View:
+class VisibleSnapshot:
     """The board as a peer may see it: the same questions, fewer answers."""
 
-    def __init__(self, board: Board, peer: Peer) -> None:
+    def __init__(self, board: Snapshot, peer: Caller) -> None:
         self.board, self.peer = board, peer
         self.devices: dict[str, Device] = board.devices
         self.processes = {
@@ -116,14 +116,14 @@ class View:
         }
         self.device_processes: list[DeviceProcess] = board.device_processes
         self.jobs = {p.owner.job for p in self.processes.values() if p.owner.job}
-        others = {p.cgroup for key, p in board.processes.items() if key not in self.processes}
-        self._cgroups = {p.cgroup for p in self.processes.values()} - others | {""}
+        foreign_cgroups = {p.cgroup for key, p in board.processes.items() if key not in self.processes}
+        self._cgroups = {p.cgroup for p in self.processes.values()} - foreign_cgroups | {""}
         self.oom_kills = [kill for kill in board.oom_kills if self._sees(kill.uid)]
 
     def _sees(self, uid: int | None) -> bool:
         return self.peer.sees == "all" or (self.peer.sees == "own" and uid is not None and uid == self.peer.uid)
 
-    def shows(self, series: Series) -> bool:
+    def shows(self, series: SeriesKey) -> bool:
         """Whether the peer may see a series."""
         if self.peer.sees == "all":
             return True
@@ -131,14 +131,14 @@ class View:
         names = METRICS[name].labels
         for label, value in zip(names, labels, strict=True):
             # The job of a process or cgroup only describes it: who has it, or all processes in the group, may see it.
-            if label not in _OWNED or (label == "job" and not {"process", "cgroup"}.isdisjoint(names)):
+            if label not in _OWNER_LABELS or (label == "job" and not {"process", "cgroup"}.isdisjoint(names)):
                 continue
-            seen = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[label]
-            if value not in seen:
+            visible = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[label]
+            if value not in visible:
                 return False
         return True
 
-    def seen_as(self, series: Series) -> Series | None:
+    def seen_as(self, series: SeriesKey) -> SeriesKey | None:
         """A series with the labels that the peer may see: command lines of others have none; None: not at all."""
         if not self.shows(series):
             return None
@@ -150,13 +150,13 @@ class View:
                 labels = tuple("" if label == "command" else text for label, text in zip(names, labels, strict=True))
         return name, labels
 
-    def values(self) -> Iterator[tuple[Series, float, int]]:
+    def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
         """Every series that the peer may see, with its value and its time."""
         for series, value, at_ns in self.board.values():
-            if (seen := self.seen_as(series)) is not None:
-                yield seen, value, at_ns
+            if (visible_series := self.seen_as(series)) is not None:
+                yield visible_series, value, at_ns
 
-    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+    def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
         """Every histogram that the peer may see, with its time."""
         for histogram, at_ns in self.board.histograms():
             if self.shows((histogram.metric, histogram.labels)):

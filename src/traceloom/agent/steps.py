@@ -20,20 +20,20 @@ from typing import NamedTuple
 
 from traceloom.agent.collectors.processes import TICKS_PER_S
 from traceloom.agent.config import Config
-from traceloom.agent.metrics import METRICS, Histogram, Reading
+from traceloom.agent.metrics import METRICS, HistogramReading, Reading
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.probes.calls import unsupported
-from traceloom.agent.probes.elf import Uprobes, mappings, open_mapped
+from traceloom.agent.probes.calls import explain_unsupported
+from traceloom.agent.probes.elf import Uprobes, open_mapped, read_mappings
 from traceloom.agent.probes.steps import LOADER, PROFILER_STEP, StepMark, StepProbes
 
 _BOUNDS = METRICS["step_seconds"].bounds
-_RATE_OVER_S = 60.0
-_KEPT_S = 600.0  # after the last report of a (job, rank)
-_PACED = 64  # times that steps were heard of
+_RATE_WINDOW_S = 60.0
+_RETENTION_S = 600.0  # after the last report of a (job, rank)
+_MAX_PACE_SAMPLES = 64  # times that steps were heard of
 
 
 @dataclass(slots=True)
-class _Counter:
+class _RankCounter:
     """Of one rank of a job, since the agent began. `buckets` are not cumulated; the last is above every bound."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
@@ -57,7 +57,7 @@ class StepsTaken(NamedTuple):
     total: int | None = None
 
 
-class Pace(NamedTuple):
+class StepPace(NamedTuple):
     """How a process steps. `last`, `lived`: when a step, and a step or a batch, was last heard of, monotonic seconds.
 
     `median_s`: of the time of its steps; `every_s`: of the time between two news of steps; both seconds.
@@ -71,17 +71,17 @@ class Pace(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Pacing:
+class _PaceTracker:
     """Of one process: its last times of steps, as means of what was heard of at once, and the times between."""
 
     steps: int = 0
     last: float = 0.0
     lived: float = 0.0
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=_PACED))
-    between: deque[float] = field(default_factory=lambda: deque(maxlen=_PACED))
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_PACE_SAMPLES))
+    between: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_PACE_SAMPLES))
 
 
-class StepsLately(NamedTuple):
+class RecentSteps(NamedTuple):
     """Steps of a process in the last minute: how many, how long they took, and waited for data; None: not known."""
 
     number: int
@@ -89,17 +89,17 @@ class StepsLately(NamedTuple):
     waited: float | None
 
 
-class Steps:
+class StepCounter:
     """Counts steps by job and rank, and their rate and pace by process."""
 
     def __init__(self) -> None:
         # Hear of the steps of a process as they come: (seconds, how many took so long each on average).
         self.listeners: list[Callable[[str, Sequence[tuple[float, int]]], None]] = []
-        self._counters: dict[tuple[str, str], _Counter] = {}
-        self._rates: dict[str, deque[tuple[float, StepsLately]]] = {}
+        self._counters: dict[tuple[str, str], _RankCounter] = {}
+        self._rates: dict[str, deque[tuple[float, RecentSteps]]] = {}
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
         self._reporting: set[str] = set()  # processes that report themselves
-        self._paces: dict[str, _Pacing] = {}
+        self._paces: dict[str, _PaceTracker] = {}
         self._totals: dict[str, int] = {}  # process -> its steps since it began, where all are known
 
     def report(  # noqa: PLR0917  (of one report)
@@ -130,46 +130,46 @@ class Steps:
         for listener in self.listeners:
             listener(process, [(duration, 1) for duration in durations])
 
-    def count(self, taken: StepsTaken, job: str, rank: int | None) -> None:
+    def count(self, observed: StepsTaken, job: str, rank: int | None) -> None:
         """Take steps that were seen from outside; of a process that reports itself they only show that it lives."""
-        if taken.process in self._reporting:
-            if taken.process in self._paces:
-                self._paces[taken.process].lived = time.monotonic()
+        if observed.process in self._reporting:
+            if observed.process in self._paces:
+                self._paces[observed.process].lived = time.monotonic()
             return
-        if taken.total is not None:
-            self._totals[taken.process] = taken.total
-        self._add(taken, job, rank)
-        if number := sum(taken.buckets):
+        if observed.total is not None:
+            self._totals[observed.process] = observed.total
+        self._add(observed, job, rank)
+        if number := sum(observed.buckets):
             for listener in self.listeners:
-                listener(taken.process, [(taken.seconds / number, number)])
+                listener(observed.process, [(observed.seconds / number, number)])
 
-    def _add(self, taken: StepsTaken, job: str, rank: int | None) -> None:
-        now, number, process = time.monotonic(), sum(taken.buckets), taken.process
-        counter = self._counters.setdefault((job, "" if rank is None else str(rank)), _Counter())
+    def _add(self, observed: StepsTaken, job: str, rank: int | None) -> None:
+        now, number, process = time.monotonic(), sum(observed.buckets), observed.process
+        counter = self._counters.setdefault((job, "" if rank is None else str(rank)), _RankCounter())
         counter.reported = now
-        counter.buckets = [old + new for old, new in zip(counter.buckets, taken.buckets, strict=True)]
-        counter.seconds += taken.seconds
-        if taken.waited is not None:
-            counter.waited = (counter.waited or 0.0) + taken.waited
+        counter.buckets = [old + new for old, new in zip(counter.buckets, observed.buckets, strict=True)]
+        counter.seconds += observed.seconds
+        if observed.waited is not None:
+            counter.waited = (counter.waited or 0.0) + observed.waited
         self._untaken[process] = self._untaken.get(process, 0) + number
-        pacing = self._paces.setdefault(taken.process, _Pacing())
+        pacing = self._paces.setdefault(observed.process, _PaceTracker())
         pacing.lived = now
         if number:
-            pacing.between.append(now - pacing.last if pacing.steps else taken.seconds)
+            pacing.between.append(now - pacing.last if pacing.steps else observed.seconds)
             pacing.steps += number
             pacing.last = now
-            pacing.times.append(taken.seconds / number)
+            pacing.times.append(observed.seconds / number)
         times = self._rates.setdefault(process, deque())
-        times.append((now, StepsLately(number, taken.seconds, taken.waited)))
-        while times[0][0] < now - _RATE_OVER_S and len(times) > 1:
+        times.append((now, RecentSteps(number, observed.seconds, observed.waited)))
+        while times[0][0] < now - _RATE_WINDOW_S and len(times) > 1:
             times.popleft()
 
-    def pace(self, process: str) -> Pace | None:
+    def pace(self, process: str) -> StepPace | None:
         """How a process steps; None of one that has not made a step."""
         pacing = self._paces.get(process)
         if pacing is None or not pacing.steps:
             return None
-        return Pace(pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between))
+        return StepPace(pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between))
 
     def total(self, process: str) -> int | None:
         """Steps that a process has made by now since it began, as its pace has it; None where not all were counted."""
@@ -178,31 +178,34 @@ class Steps:
             return None
         return total + int((time.monotonic() - pace.last) * (rate or 0.0))
 
-    def resume(self, process: str, pace: Pace) -> None:
+    def resume(self, process: str, pace: StepPace) -> None:
         """Take up the pace of a process from before this agent began; a step it makes from now on is its next."""
         if process not in self._paces:
             now = time.monotonic()
-            times, between = deque([pace.median_s], maxlen=_PACED), deque([pace.every_s], maxlen=_PACED)
-            self._paces[process] = _Pacing(pace.steps, now, now, times, between)
+            times, between = (
+                deque([pace.median_s], maxlen=_MAX_PACE_SAMPLES),
+                deque([pace.every_s], maxlen=_MAX_PACE_SAMPLES),
+            )
+            self._paces[process] = _PaceTracker(pace.steps, now, now, times, between)
 
     def per_second(self, process: str) -> float | None:
         """Steps per second of a process over the last minute; None where it has not reported twice."""
         times = list(self._rates.get(process, ()))
         now = time.monotonic()
-        if len(times) <= 1 or times[-1][0] < now - _RATE_OVER_S:
+        if len(times) <= 1 or times[-1][0] < now - _RATE_WINDOW_S:
             return None
         # The steps of the first report ended before the span began.
         return sum(lately.number for _, lately in times[1:]) / (now - times[0][0])
 
-    def lately(self, process: str) -> StepsLately | None:
+    def lately(self, process: str) -> RecentSteps | None:
         """The last minute of a process; None where it has not stepped in it."""
-        oldest = time.monotonic() - _RATE_OVER_S
-        some = [lately for at, lately in self._rates.get(process, ()) if at >= oldest]
-        number, waits = sum(lately.number for lately in some), [lately.waited for lately in some]
+        oldest = time.monotonic() - _RATE_WINDOW_S
+        recent = [lately for recorded_at, lately in self._rates.get(process, ()) if recorded_at >= oldest]
+        number, waits = sum(lately.number for lately in recent), [lately.waited for lately in recent]
         if not number:
             return None
         waited = None if None in waits else sum(wait for wait in waits if wait is not None)
-        return StepsLately(number, sum(lately.seconds for lately in some), waited)
+        return RecentSteps(number, sum(lately.seconds for lately in recent), waited)
 
     def take(self, process: str) -> int | None:
         """Steps of a process since the last call; None of one that has never reported."""
@@ -219,22 +222,24 @@ class Steps:
         self._rates = {process: times for process, times in self._rates.items() if process in living}
         self._paces = {process: pacing for process, pacing in self._paces.items() if process in living}
         self._totals = {process: total for process, total in self._totals.items() if process in living}
-        self._counters = {key: counter for key, counter in self._counters.items() if counter.reported > now - _KEPT_S}
+        self._counters = {
+            key: counter for key, counter in self._counters.items() if counter.reported > now - _RETENTION_S
+        }
 
-    def readings(self) -> list[Reading | Histogram]:
+    def readings(self) -> list[Reading | HistogramReading]:
         """Step times and loader waits of every rank."""
-        readings: list[Reading | Histogram] = []
+        readings: list[Reading | HistogramReading] = []
         for labels, counter in self._counters.items():
             cumulated = tuple(sum(counter.buckets[: end + 1]) for end in range(len(_BOUNDS)))
-            readings.append(Histogram("step_seconds", labels, cumulated, sum(counter.buckets), counter.seconds))
+            readings.append(HistogramReading("step_seconds", labels, cumulated, sum(counter.buckets), counter.seconds))
             if counter.waited is not None:
                 readings.append(Reading("dataloader_wait_seconds_total", labels, counter.waited))
         return readings
 
 
 _LIBRARY = "libtorch_cpu.so"
-_CLOSING_S = 2.0  # for a run that is under way
-_MOST_LIBRARIES = 64  # of different files; each has two probes
+_CLOSE_TIMEOUT_S = 2.0  # for a run that is under way
+_MAX_LIBRARIES = 64  # of different files; each has two probes
 
 
 class _Library(NamedTuple):
@@ -283,7 +288,7 @@ class ProbedStepClock:
 
     def _collected(self) -> list[Reading]:
         self.taken = []
-        if not self._on or (self._probes is None and any(unsupported())):
+        if not self._on or (self._probes is None and any(explain_unsupported())):
             return []
         processes = {
             process.pid: process for process in self._processes() if process.owner.framework in ("", "pytorch")
@@ -293,7 +298,7 @@ class ProbedStepClock:
         living = {process.key for process in processes.values()}
         self._looked &= living
         self._last = {process: marks for process, marks in self._last.items() if process in living}
-        self._refused = {process: why for process, why in self._refused.items() if process in living}
+        self._refused = {process: reason for process, reason in self._refused.items() if process in living}
         for file, library in list(self._libraries.items()):
             library.processes.intersection_update(living)
             if not library.processes:
@@ -310,8 +315,8 @@ class ProbedStepClock:
             first_ns = min(mark.first_ns for mark in marks[pid].values())
             if owner is None or first_ns + suspended_ns < (owner.start_ticks - 1) * (10**9 // TICKS_PER_S):
                 self._probes.forget(pid)  # it has ended; its pid may be another one's by now
-            elif taken := self._since_last(owner, marks[pid]):
-                self.taken.append(taken)
+            elif observed := self._since_last(owner, marks[pid]):
+                self.taken.append(observed)
         return [
             Reading("agent_probed_libraries", (), len(self._libraries)),
             Reading("agent_probes_lost_total", (), self._probes.lost()),
@@ -331,7 +336,7 @@ class ProbedStepClock:
 
     def close(self) -> None:
         """Take all probes away, when a run that is under way has ended; else the kernel does, with the process."""
-        if not self._busy.acquire(timeout=_CLOSING_S):
+        if not self._busy.acquire(timeout=_CLOSE_TIMEOUT_S):
             return
         self._closed = True
         for library in self._libraries.values():
@@ -344,7 +349,7 @@ class ProbedStepClock:
 
     def _look(self, process: Process, probes: StepProbes) -> None:
         """Attach to the library of a process, unless that has been done for another one."""
-        for mapping in mappings(process.pid, self._proc):
+        for mapping in read_mappings(process.pid, self._proc):
             if mapping.path.rpartition("/")[2] != _LIBRARY:
                 continue
             self._looked.add(process.key)
@@ -355,9 +360,9 @@ class ProbedStepClock:
                 if file in self._libraries:
                     os.close(descriptor)
                     self._libraries[file].processes.add(process.key)
-                elif len(self._libraries) == _MOST_LIBRARIES:
+                elif len(self._libraries) == _MAX_LIBRARIES:
                     os.close(descriptor)
-                    self._refused[process.key] = f"more than {_MOST_LIBRARIES} copies of PyTorch are in use"
+                    self._refused[process.key] = f"more than {_MAX_LIBRARIES} copies of PyTorch are in use"
                 else:
                     attached, lacks = probes.attach(descriptor)
                     self._libraries[file] = _Library(
@@ -387,9 +392,9 @@ class ProbedStepClock:
         buckets = tuple(number - earlier for number, earlier in zip(now.buckets, last.buckets, strict=True))
         seconds = (now.total_ns - last.total_ns) / 1e9
         # Of a process that began before there were probes, some steps were perhaps not seen.
-        seen = any(
+        saw_start = any(
             process.key in library.processes and process.start_ticks > library.since_ticks
             for library in self._libraries.values()
         )
-        total = now.number + 1 if seen and len(steps) == 1 else None  # the first call ends no step that has begun
+        total = now.number + 1 if saw_start and len(steps) == 1 else None  # the first call ends no step that has begun
         return StepsTaken(process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total)

@@ -20,17 +20,17 @@ from traceloom.agent.flops import (
     FlopRate,
     MatrixTypes,
     Method,
-    calibration,
-    device_model,
-    relative_peak,
+    compute_estimate_error,
+    compute_relative_peak,
+    find_device_model,
 )
-from traceloom.agent.metrics import Reading, Series
-from traceloom.agent.ownership.model import Share, split
-from traceloom.agent.snapshot import Board
+from traceloom.agent.metrics import Reading, SeriesKey
+from traceloom.agent.ownership.model import Share, split_by_weights
+from traceloom.agent.snapshot import Snapshot
 
-KEPT_S = 600.0  # counters of a job that has no process any more
-NOBODY = ""  # job of processes that belong to none
-LEAST_KNOWN: tuple[Method, ...] = ("declared", "trace", "ratio", "bounds")
+JOB_RETENTION_S = 600.0  # counters of a job that has no process any more
+NO_JOB = ""  # job of processes that belong to none
+METHODS_MOST_CERTAIN_FIRST: tuple[Method, ...] = ("declared", "trace", "ratio", "bounds")
 
 
 class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
     copied_bytes_per_step: float | None = None
 
 
-class JobNow(msgspec.Struct, frozen=True, kw_only=True):
+class JobTick(msgspec.Struct, frozen=True, kw_only=True):
     """A job on this host at one tick.
 
     `processes`: their keys; `devices`: uuids that it holds, used or not; `steps`: those that its processes here ended
@@ -81,24 +81,24 @@ class JobTotals:
     gaps: dict[str, str] = field(default_factory=dict)  # metric -> reason
 
 
-def element_types(jobs: Sequence[JobNow]) -> dict[str, list[MatrixTypes]]:
+def collect_matrix_types(jobs: Sequence[JobTick]) -> dict[str, list[MatrixTypes]]:
     """Device -> what is known of each job on it; of a device with a job of which nothing is known, nothing."""
-    by_device: dict[str, list[MatrixTypes | None]] = defaultdict(list)
+    types_by_device: dict[str, list[MatrixTypes | None]] = defaultdict(list)
     for job in jobs:
         for device in job.devices:
-            by_device[device].append(job.element_types)
+            types_by_device[device].append(job.element_types)
     return {
-        device: [types for types in of_jobs if types is not None]
-        for device, of_jobs in by_device.items()
-        if None not in of_jobs
+        device: [types for types in job_types if types is not None]
+        for device, job_types in types_by_device.items()
+        if None not in job_types
     }
 
 
-class TickValues(NamedTuple):
+class TickMeasurements(NamedTuple):
     """What one tick is added up from: series -> value, and how long it was, in whole milliseconds and as it was."""
 
     devices: Mapping[str, Device]
-    values: Mapping[Series, float]
+    values: Mapping[SeriesKey, float]
     ms: int
     seconds: float
 
@@ -118,7 +118,7 @@ class JobDeviceTime(NamedTuple):
     flops: tuple[float, float] | None  # low, high
 
 
-class Topline:
+class JobAccounting:
     """Adds up jobs over ticks. `device_times` and `input_bytes` are of the last one.
 
     Args:
@@ -126,43 +126,45 @@ class Topline:
     """
 
     def __init__(self, reference: str) -> None:
-        self.reference: DeviceModel | None = device_model(reference)
+        self.reference: DeviceModel | None = find_device_model(reference)
         self.totals: dict[str, JobTotals] = {}
-        self._seconds = 0.0
-        self._ms = 0
+        self._elapsed_s = 0.0
+        self._elapsed_ms = 0
         self.device_times: list[JobDeviceTime] = []
         self.input_bytes: dict[str, float] = {}  # job -> what it read in the last tick, where that is known
-        self._joules: dict[str, float] = {}  # device -> its counter at the last tick
+        self._last_joules: dict[str, float] = {}  # device -> its counter at the last tick
 
     def readings(
         self,
-        board: Board,
+        snapshot: Snapshot,
         interval_s: float,
         shares: Mapping[tuple[str, str], Share],
-        jobs: Sequence[JobNow],
+        jobs: Sequence[JobTick],
     ) -> list[Reading]:
         """The metrics of all jobs.
 
         Args:
-            board: With the devices and what was measured of them.
+            snapshot: With the devices and what was measured of them.
             interval_s: Since the last call.
             shares: (device, key of a process) -> its part; of a device they add up to 1.
             jobs: Those that are on this host now.
         """
-        self._seconds += interval_s
-        ms = round(self._seconds * 1000) - self._ms  # of all intervals, so that rounding does not add up
-        self._ms += ms
-        measured = TickValues(board.devices, {series: value for series, value, _ in board.values()}, ms, interval_s)
-        parts = self._parts(board, shares, jobs)
+        self._elapsed_s += interval_s
+        ms = round(self._elapsed_s * 1000) - self._elapsed_ms  # of all intervals, so that rounding does not add up
+        self._elapsed_ms += ms
+        measured = TickMeasurements(
+            snapshot.devices, {series: value for series, value, _ in snapshot.values()}, ms, interval_s
+        )
+        shares_by_device = self._compute_job_shares(snapshot, shares, jobs)
         ticks: dict[str, JobTotals] = {job.job: JobTotals() for job in jobs}
         self.device_times = []
-        for device in {**parts, **board.devices}:
-            self._account(measured, device, parts.get(device, {}), ticks)
+        for device in {**shares_by_device, **snapshot.devices}:
+            self._charge_device(measured, device, shares_by_device.get(device, {}), ticks)
         self.input_bytes = {}
-        out: list[Reading] = []
+        readings: list[Reading] = []
         for job in jobs:
             tick, total = ticks[job.job], self.totals.setdefault(job.job, JobTotals())
-            total.seen_s = self._seconds
+            total.seen_s = self._elapsed_s
             total.busy_ms += tick.busy_ms
             total.idle_ms += tick.idle_ms
             total.unknown_ms += tick.unknown_ms
@@ -177,140 +179,161 @@ class Topline:
             if per_step is not None and job.steps is not None:
                 self.input_bytes[job.job] = per_step * job.steps
                 total.input_bytes[source] = total.input_bytes.get(source, 0.0) + self.input_bytes[job.job]
-            of_job = {device: part[job.job] for device, part in parts.items() if job.job in part}
-            out += self._of_job(job, tick, of_job, measured.values)
-        self.totals = {job: total for job, total in self.totals.items() if total.seen_s > self._seconds - KEPT_S}
-        return out
+            job_shares = {device: part[job.job] for device, part in shares_by_device.items() if job.job in part}
+            readings += self._build_job_readings(job, tick, job_shares, measured.values)
+        self.totals = {
+            job: total for job, total in self.totals.items() if total.seen_s > self._elapsed_s - JOB_RETENTION_S
+        }
+        return readings
 
     @staticmethod
-    def _parts(
-        board: Board, shares: Mapping[tuple[str, str], Share], jobs: Sequence[JobNow]
+    def _compute_job_shares(
+        snapshot: Snapshot, shares: Mapping[tuple[str, str], Share], jobs: Sequence[JobTick]
     ) -> dict[str, dict[str, float]]:
         """Device -> job that holds it -> its part of what the device does."""
         job_of = {process: job.job for job in jobs for process in job.processes}
-        parts: dict[str, dict[str, float]] = defaultdict(dict)
+        shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
         for (device, process), share in shares.items():
-            job = job_of.get(process, NOBODY)
-            parts[device][job] = parts[device].get(job, 0.0) + share.part
+            job = job_of.get(process, NO_JOB)
+            shares_by_device[device][job] = shares_by_device[device].get(job, 0.0) + share.part
         for job_now in jobs:
             for device in job_now.devices:
-                if device in board.devices or device in parts:
-                    parts[device].setdefault(job_now.job, 0.0)
-        for of_device in parts.values():
-            if not any(of_device.values()):  # it is held, and nobody is on it
-                of_device.update(dict.fromkeys(of_device, 1.0 / len(of_device)))
-        return parts
+                if device in snapshot.devices or device in shares_by_device:
+                    shares_by_device[device].setdefault(job_now.job, 0.0)
+        for device_shares in shares_by_device.values():
+            if not any(device_shares.values()):  # it is held, and nobody is on it
+                device_shares.update(dict.fromkeys(device_shares, 1.0 / len(device_shares)))
+        return shares_by_device
 
-    def _account(
-        self, measured: TickValues, uuid: str, parts: Mapping[str, float], ticks: Mapping[str, JobTotals]
+    def _charge_device(
+        self, measured: TickMeasurements, uuid: str, job_shares: Mapping[str, float], ticks: Mapping[str, JobTotals]
     ) -> None:
         """Give a device's time and energy of this tick to its jobs."""
         device, values, ms = measured.devices.get(uuid), measured.values, measured.ms
         busy = values.get(("gpu_busy_ratio", (uuid,)), values.get(("gpu_graphics_active_ratio", (uuid,))))
         busy_ms = None if busy is None else round(min(max(busy, 0.0), 1.0) * ms)
-        jobs: list[str | None] = [*parts] or [None]
-        of_jobs = list(parts.values()) or [1.0]
-        equal = [1.0] * len(jobs)
-        by_use = split(busy_ms or 0, of_jobs)
-        idle = split(0 if busy_ms is None else ms - busy_ms, equal)
-        unknown = split(ms if busy_ms is None else 0, equal)
-        model = None if device is None else device_model(device.model)
-        weight = relative_peak(model, self.reference)
-        if weight is not None and device is not None and device.parent:
-            whole = model.multiprocessors if model else None
-            weight = weight * device.multiprocessors / whole if whole and device.multiprocessors else None
+        jobs: list[str | None] = [*job_shares] or [None]
+        weights = list(job_shares.values()) or [1.0]
+        equal_weights = [1.0] * len(jobs)
+        busy_by_job = split_by_weights(busy_ms or 0, weights)
+        idle_by_job = split_by_weights(0 if busy_ms is None else ms - busy_ms, equal_weights)
+        unknown_by_job = split_by_weights(ms if busy_ms is None else 0, equal_weights)
+        model = None if device is None else find_device_model(device.model)
+        relative_peak = compute_relative_peak(model, self.reference)
+        if relative_peak is not None and device is not None and device.parent:
+            parent_multiprocessors = model.multiprocessors if model else None
+            relative_peak = (
+                relative_peak * device.multiprocessors / parent_multiprocessors
+                if parent_multiprocessors and device.multiprocessors
+                else None
+            )
         counter = values.get(("gpu_energy_joules_total", (uuid,)))
-        before = self._joules.get(uuid)
+        previous_counter = self._last_joules.get(uuid)
         power = values.get(("gpu_power_watts", (uuid,)))
         joules = None if power is None else power * measured.seconds
         if counter is not None:
-            self._joules[uuid] = counter
-            if before is not None and counter >= before:
-                joules = counter - before
+            self._last_joules[uuid] = counter
+            if previous_counter is not None and counter >= previous_counter:
+                joules = counter - previous_counter
             elif joules is None:  # the first tick, or the driver was loaded anew: it counts from here on
                 joules = 0.0
-        rate = job_flops({uuid: 1.0}, values)
-        for job, part, busy_part, idle_part, unknown_part in zip(jobs, of_jobs, by_use, idle, unknown, strict=True):
-            flops = None if rate is None else (rate.low * part * measured.seconds, rate.high * part * measured.seconds)
-            spent = None if joules is None else joules * part
-            self.device_times.append(JobDeviceTime(uuid, job, busy_part, idle_part, unknown_part, spent, flops))
+        rate = combine_flop_rates({uuid: 1.0}, values)
+        for job, share, busy_part, idle_part, unknown_part in zip(
+            jobs, weights, busy_by_job, idle_by_job, unknown_by_job, strict=True
+        ):
+            flops = (
+                None if rate is None else (rate.low * share * measured.seconds, rate.high * share * measured.seconds)
+            )
+            job_joules = None if joules is None else joules * share
+            self.device_times.append(JobDeviceTime(uuid, job, busy_part, idle_part, unknown_part, job_joules, flops))
             if job is None or job not in ticks:
                 continue
             tick = ticks[job]
             tick.busy_ms += busy_part
             tick.idle_ms += idle_part
             tick.unknown_ms += unknown_part
-            if weight is not None:
-                tick.reference_ms += busy_part * weight
+            if relative_peak is not None:
+                tick.reference_ms += busy_part * relative_peak
             elif busy_part:
                 tick.gaps["job_reference_device_seconds_total"] = f"the peak of {uuid} or of the reference is not known"
-            if spent is not None:
-                tick.joules += spent
+            if job_joules is not None:
+                tick.joules += job_joules
             elif not unknown_part:
                 tick.gaps["job_energy_joules_total"] = f"the energy of {uuid} is not known"
 
-    def _of_job(
-        self, job: JobNow, tick: JobTotals, parts: Mapping[str, float], values: Mapping[Series, float]
+    def _build_job_readings(
+        self, job: JobTick, tick: JobTotals, device_shares: Mapping[str, float], values: Mapping[SeriesKey, float]
     ) -> list[Reading]:
-        total, name = self.totals[job.job], (job.job,)
-        out = [Reading("job_devices", name, sum(parts.values()))] if parts else []
+        total, job_label = self.totals[job.job], (job.job,)
+        readings = [Reading("job_devices", job_label, sum(device_shares.values()))] if device_shares else []
         states = (("busy", total.busy_ms), ("idle", total.idle_ms), ("unknown", total.unknown_ms))
-        ever = any(spent for _, spent in states)  # it held devices at some time
-        out += [Reading("job_device_seconds_total", (*name, state), spent / 1000) for state, spent in states if ever]
+        has_held_devices = any(spent for _, spent in states)  # it held devices at some time
+        readings += [
+            Reading("job_device_seconds_total", (*job_label, state), spent / 1000)
+            for state, spent in states
+            if has_held_devices
+        ]
         for metric, amount in (
             ("job_reference_device_seconds_total", total.reference_ms / 1000),
             ("job_energy_joules_total", total.joules),
         ):
-            if ever and metric not in total.gaps:
-                out.append(Reading(metric, name, amount))
+            if has_held_devices and metric not in total.gaps:
+                readings.append(Reading(metric, job_label, amount))
         held_ms = tick.busy_ms + tick.idle_ms
         if held_ms:
-            out.append(Reading("job_device_busy_ratio", name, tick.busy_ms / held_ms))
-        for metric, of_device in (
+            readings.append(Reading("job_device_busy_ratio", job_label, tick.busy_ms / held_ms))
+        for metric, device_metric in (
             ("job_sm_active_ratio", "gpu_sm_active_ratio"),
             ("job_flop_utilization_ratio", "gpu_flop_utilization_ratio"),
         ):
-            ratios = [values[of_device, (device,)] for device in parts if (of_device, (device,)) in values]
-            if ratios and len(ratios) == len(parts):
-                out.append(Reading(metric, name, sum(ratios) / len(ratios)))
-        power = [(values.get(("gpu_power_watts", (device,))), part) for device, part in parts.items()]
+            ratios = [
+                values[device_metric, (device,)] for device in device_shares if (device_metric, (device,)) in values
+            ]
+            if ratios and len(ratios) == len(device_shares):
+                readings.append(Reading(metric, job_label, sum(ratios) / len(ratios)))
+        power = [(values.get(("gpu_power_watts", (device,))), part) for device, part in device_shares.items()]
         if power and all(watts is not None for watts, _ in power):
-            out.append(
-                Reading("job_power_watts", name, sum(watts * part for watts, part in power if watts is not None))
+            readings.append(
+                Reading("job_power_watts", job_label, sum(watts * part for watts, part in power if watts is not None))
             )
-        rate = job_flops(parts, values)
+        rate = combine_flop_rates(device_shares, values)
         if rate is not None:
             bounds: tuple[tuple[Literal["low", "high"], float], ...] = (("low", rate.low), ("high", rate.high))
-            out += [Reading("job_flops", (*name, rate.method, bound), flops) for bound, flops in bounds]
+            readings += [Reading("job_flops", (*job_label, rate.method, bound), flops) for bound, flops in bounds]
             if job.facts.flops_per_step is not None and job.steps_per_second is not None:
-                error = calibration(rate, job.facts.flops_per_step, job.steps_per_second)
+                error = compute_estimate_error(rate, job.facts.flops_per_step, job.steps_per_second)
                 if error is not None:
-                    out.append(Reading("job_flops_error_ratio", name, error))
+                    readings.append(Reading("job_flops_error_ratio", job_label, error))
         if job.facts.roofline_ratio is not None:
-            out.append(Reading("job_roofline_ratio", name, job.facts.roofline_ratio))
-        out += [
-            Reading("job_input_bytes_total", (*name, source), amount) for source, amount in total.input_bytes.items()
+            readings.append(Reading("job_roofline_ratio", job_label, job.facts.roofline_ratio))
+        readings += [
+            Reading("job_input_bytes_total", (*job_label, source), amount)
+            for source, amount in total.input_bytes.items()
         ]
-        return out
+        return readings
 
 
-def job_flops(parts: Mapping[str, float], values: Mapping[tuple[str, tuple[str, ...]], float]) -> FlopRate | None:
+def combine_flop_rates(
+    device_shares: Mapping[str, float], values: Mapping[tuple[str, tuple[str, ...]], float]
+) -> FlopRate | None:
     """FLOP/s of a job over its devices, known as well as the least known of them; None where any is not known."""
-    low, high, method = 0.0, 0.0, LEAST_KNOWN[0]
-    for device, part in parts.items():
-        of_device = next((name for name in LEAST_KNOWN if ("gpu_flops", (device, name, "low")) in values), None)
-        if of_device is None:
+    low, high, method = 0.0, 0.0, METHODS_MOST_CERTAIN_FIRST[0]
+    for device, part in device_shares.items():
+        device_method = next(
+            (name for name in METHODS_MOST_CERTAIN_FIRST if ("gpu_flops", (device, name, "low")) in values), None
+        )
+        if device_method is None:
             return None
-        low += part * values["gpu_flops", (device, of_device, "low")]
-        high += part * values["gpu_flops", (device, of_device, "high")]
-        method = max(method, of_device, key=LEAST_KNOWN.index)
-    return FlopRate(low, high, method) if parts else None
+        low += part * values["gpu_flops", (device, device_method, "low")]
+        high += part * values["gpu_flops", (device, device_method, "high")]
+        method = max(method, device_method, key=METHODS_MOST_CERTAIN_FIRST.index)
+    return FlopRate(low, high, method) if device_shares else None
 
 
-LEAST_MODELLED = 0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
+MIN_MODELLED_SHARE = 0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
 
 
-def of_capture(path: str) -> dict[str, Any]:
+def load_traced_facts(path: str) -> dict[str, Any]:
     """The fields of `JobFacts` from a capture or a trace: means over its processes and their whole steps.
 
     Raises:
@@ -319,32 +342,36 @@ def of_capture(path: str) -> dict[str, Any]:
     import polars as pl
 
     from traceloom.analyze import copies, roofline
-    from traceloom.analyze.kernel_rules import gpu_work
+    from traceloom.analyze.kernel_rules import select_gpu_work
     from traceloom.formats import load
 
     session = load(path)
-    work = roofline(session)
-    spread = {
+    roofline_result = roofline(session)
+    mean_by_quantity = {
         quantity: mean
-        for quantity, mean in work.spread.group_by("quantity").agg(pl.col("mean").mean()).iter_rows()
+        for quantity, mean in roofline_result.spread.group_by("quantity").agg(pl.col("mean").mean()).iter_rows()
         if mean is not None
     }
-    whole = work.whole["roofline_fraction"].mean() if work.whole.height else None
-    matrix = work.operators.filter(pl.col("matrix") & pl.col("arithmetic").cast(pl.String).is_in(MATRIX_TYPES))
-    mix = matrix.group_by(pl.col("arithmetic").cast(pl.String)).agg(pl.col("flops").sum()).rows()
+    roofline_fraction = roofline_result.whole["roofline_fraction"].mean() if roofline_result.whole.height else None
+    matrix = roofline_result.operators.filter(
+        pl.col("matrix") & pl.col("arithmetic").cast(pl.String).is_in(MATRIX_TYPES)
+    )
+    flops_by_type = matrix.group_by(pl.col("arithmetic").cast(pl.String)).agg(pl.col("flops").sum()).rows()
     copied = []
     compute_ns = 0
     for trace in session.traces:
-        compute = gpu_work(trace).filter(pl.col("category").cast(pl.String) == "compute")
+        compute = select_gpu_work(trace).filter(pl.col("category").cast(pl.String) == "compute")
         compute_ns += int((compute["end_ns"] - compute["start_ns"]).sum())
         to_device = copies(trace).per_step.filter(pl.col("kind").cast(pl.String) == "HtoD")["mean_copied_bytes"]
         if to_device.len() and not to_device.null_count():
             copied.append(float(to_device.sum()))
-    is_counted = (work.whole["modelled_ns"].sum() or 0) >= LEAST_MODELLED * compute_ns  # without a device: all of it
+    is_counted = (
+        roofline_result.whole["modelled_ns"].sum() or 0
+    ) >= MIN_MODELLED_SHARE * compute_ns  # without a device: all of it
     facts = TracedFacts(
-        flops_per_step=spread.get("flops") if is_counted else None,
-        dtype_mix={kind: float(flops) for kind, flops in mix if flops},
-        roofline_ratio=spread.get("roofline_fraction", whole),
+        flops_per_step=mean_by_quantity.get("flops") if is_counted else None,
+        dtype_mix={kind: float(flops) for kind, flops in flops_by_type if flops},
+        roofline_ratio=mean_by_quantity.get("roofline_fraction", roofline_fraction),
         copied_bytes_per_step=sum(copied) / len(copied) if copied and len(copied) == len(session.traces) else None,
     )
     fields: dict[str, Any] = msgspec.to_builtins(facts)

@@ -17,15 +17,15 @@ from traceloom.errors import TraceloomError
 from traceloom.system.processes import WorkerProcess
 
 TASKS = {
-    "pod-resources": "traceloom.agent.ownership.kubernetes:containers",
-    "stacks": "traceloom.agent.profilers.py_spy:convert",
-    "job-facts": "traceloom.agent.topline:of_capture",
-    "flight-records": "traceloom.agent.hangs.flight_recorder:of_files",
-    "keep-trace": "traceloom.agent.traces.files:keep",
-    "keep-memory": "traceloom.agent.traces.files:keep_memory",
-    "allocations": "traceloom.agent.probes.recording:allocations",
-    "launches": "traceloom.agent.probes.recording:launches",
-    "attach": "traceloom.agent.attach.injection:schedule",
+    "pod-resources": "traceloom.agent.ownership.kubernetes:list_containers",
+    "stacks": "traceloom.agent.profilers.py_spy:convert_stacks",
+    "job-facts": "traceloom.agent.topline:load_traced_facts",
+    "flight-records": "traceloom.agent.hangs.flight_recorder:analyse_flight_files",
+    "keep-trace": "traceloom.agent.traces.files:verify_and_store",
+    "keep-memory": "traceloom.agent.traces.files:verify_and_store_memory",
+    "allocations": "traceloom.agent.probes.recording:record_allocations",
+    "launches": "traceloom.agent.probes.recording:record_launches",
+    "attach": "traceloom.agent.attach.injection:inject_order",
 }
 
 

@@ -10,19 +10,26 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze import lateness
-from traceloom.analyze.lateness import chains
-from traceloom.analyze.lateness import lateness as lateness_lateness
-from traceloom.analyze.matched_collectives import MatchedCollectives, match_collectives, numbered
-from traceloom.analyze.rank_summary import COMMUNICATION, MEASURES, ClassType, RankPart, breakdown_per_step, rank_part
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.analyze.lateness import build_chains
+from traceloom.analyze.lateness import compute_lateness as lateness_lateness
+from traceloom.analyze.matched_collectives import MatchedCollectives, assign_rank_numbers, match_collectives
+from traceloom.analyze.rank_summary import (
+    COMMUNICATION,
+    LOAD_MEASURES,
+    RankPart,
+    TimeClassType,
+    compute_step_breakdown,
+    rank_part,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 
-BALANCE_SCHEMA = schema(
+BALANCE_SCHEMA = build_schema(
     "measure step_count rank_count mean max max_rank min min_rank",
     "max_over_mean worst_step worst_max_over_mean worst_rank",
 )
-LOAD_SCHEMA = schema("rank host", *MEASURES, dict.fromkeys(MEASURES, pl.Float64()))
+LOAD_SCHEMA = build_schema("rank host", *LOAD_MEASURES, dict.fromkeys(LOAD_MEASURES, pl.Float64()))
 
 
 @dataclass(frozen=True)
@@ -44,21 +51,21 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
     """Compare the load of ranks, in the mean and step by step."""
     loads = pl.concat(
         part.load.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all())
-        for part, rank in zip(parts, numbered(parts), strict=True)
+        for part, rank in zip(parts, assign_rank_numbers(parts), strict=True)
     )
     schema = {"rank": pl.Int32(), "host": pl.String()}
-    hosts = pl.DataFrame({"rank": numbered(parts), "host": [part.host for part in parts]}, schema=schema)
-    means = loads.group_by("rank").agg(pl.col(name).mean() for name in MEASURES)
+    hosts = pl.DataFrame({"rank": assign_rank_numbers(parts), "host": [part.host for part in parts]}, schema=schema)
+    means = loads.group_by("rank").agg(pl.col(name).mean() for name in LOAD_MEASURES)
     ranks = hosts.unique("rank", keep="first", maintain_order=True).join(means, on="rank", how="left")
     rows = []
-    for name in MEASURES:
+    for name in LOAD_MEASURES:
         measured = loads.select("rank", "step", pl.col(name).cast(pl.Float64).alias("value")).drop_nulls("value")
-        many = measured["rank"].n_unique()
-        common = measured.filter(pl.col("rank").n_unique().over("step") == many)
+        rank_count = measured["rank"].n_unique()
+        common = measured.filter(pl.col("rank").n_unique().over("step") == rank_count)
         common = common if common.height else measured
-        by_rank = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
-        mean = by_rank["value"].mean()
-        if many < 2 or not isinstance(mean, float) or mean <= 0:  # below 0 are totals of a damaged file
+        rank_means = common.group_by("rank").agg(pl.col("value").mean()).sort("value", "rank", descending=[True, False])
+        mean = rank_means["value"].mean()
+        if rank_count < 2 or not isinstance(mean, float) or mean <= 0:  # below 0 are totals of a damaged file
             continue
         steps = (
             common.sort("value", "rank", descending=[True, False])
@@ -70,19 +77,29 @@ def imbalance(parts: Sequence[RankPart]) -> Imbalance:
         )
         if not steps.height:
             continue
-        (max_rank, most), (min_rank, least) = by_rank.row(0), by_rank.row(-1)
-        figures = name, common["step"].n_unique(), many, mean, most, max_rank, least, min_rank, most / mean
+        (max_rank, max_value), (min_rank, min_value) = rank_means.row(0), rank_means.row(-1)
+        figures = (
+            name,
+            common["step"].n_unique(),
+            rank_count,
+            mean,
+            max_value,
+            max_rank,
+            min_value,
+            min_rank,
+            max_value / mean,
+        )
         rows.append((*figures, steps["step"][0], steps["ratio"][0], steps["rank"][0]))
     return Imbalance(
         pl.DataFrame(rows, schema=BALANCE_SCHEMA, orient="row"), ranks.pipe(cast_to_schema, LOAD_SCHEMA).sort("rank")
     )
 
 
-STAGE_SCHEMA = schema(
+STAGE_SCHEMA = build_schema(
     "rank pipeline stage stage_count step_count mean_window_ns mean_compute_ns",
     "mean_bubble_ns min_bubble_ns max_bubble_ns bubble_fraction",
 )
-STEP_SCHEMA = schema(
+STEP_SCHEMA = build_schema(
     "step rank pipeline stage window_ns compute_ns other_ns warm_up_ns steady_ns drain_ns bubble_ns in_pairs_ns",
 )
 
@@ -105,7 +122,7 @@ class Pipeline(Result):
     steps: pl.DataFrame
 
 
-def pipeline(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline:
+def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline:
     """Find pipelines by who sends to whom first, and their bubbles, on the job's clock."""
     frames = []
     for number, part in enumerate(parts):
@@ -113,7 +130,7 @@ def pipeline(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline
         moved = [pl.Series(name, clock.corrected(part.stages[name].to_numpy())) for name in ("first_ns", "last_ns")]
         frames.append(part.stages.with_columns(*moved, pl.lit(matched.ranks[number], pl.Int32).alias("rank")))
     rows = pl.concat(frames)
-    positions = _places(rows)
+    positions = _assign_stages(rows)
     if not positions:
         return Pipeline(pl.DataFrame(schema=STAGE_SCHEMA), pl.DataFrame(schema=STEP_SCHEMA))
     stage_rows = pl.DataFrame(
@@ -122,10 +139,10 @@ def pipeline(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline
         orient="row",
     )
     rows = rows.join(stage_rows, on="rank", how="inner", maintain_order="left")
-    begin, end = pl.col("first_ns").min().over("pipeline", "step"), pl.col("last_ns").max().over("pipeline", "step")
+    start, end = pl.col("first_ns").min().over("pipeline", "step"), pl.col("last_ns").max().over("pipeline", "step")
     bubbles = rows.with_columns(
-        (end - begin).alias("window_ns"),
-        (pl.col("first_ns") - begin).alias("warm_up_ns"),
+        (end - start).alias("window_ns"),
+        (pl.col("first_ns") - start).alias("warm_up_ns"),
         (end - pl.col("last_ns")).alias("drain_ns"),
         (pl.col("last_ns") - pl.col("first_ns") - pl.col("compute_ns") - pl.col("other_ns")).alias("steady_ns"),
     ).with_columns(
@@ -152,18 +169,18 @@ def pipeline(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline
     return Pipeline(stages.sort("pipeline", "stage", "rank"), steps)
 
 
-def _places(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
+def _assign_stages(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
     """Rank -> pipeline and stage: a rank stands behind the one that it first receives from.
 
     The first receive of a step brings activations, which come from the stage before. The first stage sends before it
     receives: what it then gets are gradients.
     """
     first = rows.sort("rank", "step", nulls_last=True).group_by("rank", maintain_order=True).first()
-    gets = first.filter(
+    receivers = first.filter(
         pl.col("receives_from").is_not_null(),
         pl.col("first_send_ns").is_null() | (pl.col("first_receive_ns") <= pl.col("first_send_ns")),
     )
-    before = dict(gets.select("rank", "receives_from").rows())
+    before = dict(receivers.select("rank", "receives_from").rows())
     ranks = {rank for pair in before.items() for rank in pair}
     starts = [rank for rank in sorted(ranks) if rank not in before]
     after: dict[int, list[int]] = {}
@@ -182,12 +199,14 @@ def _places(rows: pl.DataFrame) -> dict[int, tuple[int, int]]:
 
 # A step is slow where it is longer than the median by more than this many standard deviations, which are estimated by
 # 1.4826 × the median absolute deviation, and by more than 2 % of the median: with few equal steps the deviation is 0.
-DEVIATIONS = 3.5
-LEAST_SHARE = 0.02
-LEAST_STEPS = 4
+MAX_DEVIATIONS = 3.5
+MIN_SHARE = 0.02
+MIN_STEPS = 4
 
-SLOW_STEP_SCHEMA = schema("step duration_ns rank rank_count median_ns limit_ns slow over_ns", {"rank_count": pl.Int32})
-DIFFERENCE_SCHEMA = schema("step rank class ns usual_ns more_ns", {"class": ClassType})
+SLOW_STEP_SCHEMA = build_schema(
+    "step duration_ns rank rank_count median_ns limit_ns slow over_ns", {"rank_count": pl.Int32}
+)
+DIFFERENCE_SCHEMA = build_schema("step rank class ns usual_ns more_ns", {"class": TimeClassType})
 
 
 @dataclass(frozen=True)
@@ -210,23 +229,23 @@ class SlowSteps(Result):
 
 def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     """Find slow steps of a run of any number of ranks."""
-    ranks = numbered(parts)
-    every = pl.concat(
+    ranks = assign_rank_numbers(parts)
+    rank_rows = pl.concat(
         part.steps.filter("complete").select(
             "step", pl.lit(rank, pl.Int32).alias("rank"), (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
         )
         for part, rank in zip(parts, ranks, strict=True)
     )
     steps = (
-        every.sort("duration_ns", descending=True)
+        rank_rows.sort("duration_ns", descending=True)
         .group_by("step", maintain_order=True)
         .agg(pl.col("duration_ns").first(), pl.col("rank").first(), pl.len().alias("rank_count"))
         .sort("step")
     )
-    whole = steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
-    lengths = whole["duration_ns"].to_numpy()
-    median, limit = usual(lengths)
-    rated = whole.with_columns(
+    complete_steps = steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
+    lengths = complete_steps["duration_ns"].to_numpy()
+    median, limit = compute_step_limit(lengths)
+    rated = complete_steps.with_columns(
         pl.lit(median, pl.Int64).alias("median_ns"),
         pl.lit(limit, pl.Int64).alias("limit_ns"),
         (pl.col("duration_ns") > pl.lit(limit, pl.Int64)).fill_null(value=False).alias("slow"),
@@ -234,11 +253,15 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     )
     rated = rated.pipe(cast_to_schema, SLOW_STEP_SCHEMA)
     slow = rated.filter("slow")
-    good = rated.filter(~pl.col("slow"))["step"].implode()
+    normal_steps = rated.filter(~pl.col("slow"))["step"].implode()
     differences = [pl.DataFrame(schema=DIFFERENCE_SCHEMA)]
     for part, rank in zip(parts, ranks, strict=True) if slow.height else ():
-        spent = breakdown_per_step(part)
-        normal = spent.filter(pl.col("step").is_in(good)).group_by("class").agg(pl.col("ns").median().alias("usual_ns"))
+        spent = compute_step_breakdown(part)
+        normal = (
+            spent.filter(pl.col("step").is_in(normal_steps))
+            .group_by("class")
+            .agg(pl.col("ns").median().alias("usual_ns"))
+        )
         rows = spent.filter(pl.col("step").is_in(slow["step"].implode())).join(normal, on="class", how="left")
         rows = rows.with_columns(
             pl.col("usual_ns").fill_null(0).cast(pl.Int64), pl.lit(rank, pl.Int32).alias("rank")
@@ -250,23 +273,23 @@ def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
     busy = every_rank.filter(pl.col("class") != COMMUNICATION).unique("step", keep="first", maintain_order=True)
     both = slow.join(busy, on="step", how="left", suffix="_busy", maintain_order="left")
     explains = (2 * pl.col("more_ns") >= pl.col("over_ns")).fill_null(value=False)
-    chosen = both.select("step", rank=pl.when(explains).then("rank_busy").otherwise("rank"))
-    largest_first = every_rank.join(chosen, on=["step", "rank"], how="semi", maintain_order="left")
+    selected = both.select("step", rank=pl.when(explains).then("rank_busy").otherwise("rank"))
+    largest_first = every_rank.join(selected, on=["step", "rank"], how="semi", maintain_order="left")
     return SlowSteps(rated, largest_first)
 
 
-def usual(lengths: np.ndarray) -> tuple[int | None, int | None]:
+def compute_step_limit(lengths: np.ndarray) -> tuple[int | None, int | None]:
     """Median of step lengths, and the longest that still belongs to it; None with fewer than four steps."""
     if not lengths.size:
         return None, None
     median = float(np.median(lengths))
-    if lengths.size < LEAST_STEPS:
+    if lengths.size < MIN_STEPS:
         return int(median), None
     deviation = 1.4826 * float(np.median(np.abs(lengths - median)))
-    return int(median), int(median + max(DEVIATIONS * deviation, LEAST_SHARE * median))
+    return int(median), int(median + max(MAX_DEVIATIONS * deviation, MIN_SHARE * median))
 
 
-CHAINS = 20
+CHAIN_COUNT = 20
 
 
 @dataclass(frozen=True)
@@ -313,7 +336,7 @@ class AcrossRanks(Result):
     @property
     def slowest(self) -> lateness.SlowRank | None:
         """The rank that most of the waiting goes back to; None where nobody waits for another."""
-        return next(iter(lateness.slow_ranks(self.collectives)), None)
+        return next(iter(lateness.find_slow_ranks(self.collectives)), None)
 
     @property
     def wait_ns(self) -> int:
@@ -321,21 +344,21 @@ class AcrossRanks(Result):
         return int(self.parts["wait_ns"].sum())
 
 
-def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CHAINS) -> AcrossRanks:
+def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CHAIN_COUNT) -> AcrossRanks:
     """Compare the ranks of a job; the last comparison is remembered as long as what was taken of its ranks lives.
 
     Args:
         session: The run; or what `rank_part` took from each of its traces, so that ranks can be read one by one.
         chain_count: For how many of the longest waits the chain of causes is written out.
     """
-    global _LAST
+    global _last_comparison
     all_parts = [rank_part(trace) for trace in session.traces] if isinstance(session, Session) else list(session)
     if (
-        _LAST is not None
-        and (chain_count, len(all_parts)) == (_LAST[0], len(_LAST[1]))
-        and all(ref() is part for ref, part in zip(_LAST[1], all_parts, strict=True))
+        _last_comparison is not None
+        and (chain_count, len(all_parts)) == (_last_comparison[0], len(_last_comparison[1]))
+        and all(ref() is part for ref, part in zip(_last_comparison[1], all_parts, strict=True))
     ):
-        return _LAST[2]
+        return _last_comparison[2]
     best: dict[object, RankPart] = {}  # of several windows of a rank the one with most communication
     for number, part in enumerate(all_parts):
         key: object = part.rank if part.rank is not None else f"unknown {number}"
@@ -343,10 +366,10 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
             best[key] = part
     parts = list(best.values())
     matched = match_collectives(parts)
-    piped = pipeline(parts, matched)
+    piped = find_pipelines(parts, matched)
     late = lateness_lateness(parts, matched, piped.stages)
     collectives = lateness.add_causes(matched, late)
-    ranks = lateness.by_rank(matched, collectives)
+    ranks = lateness.summarize_by_rank(matched, collectives)
     notices = list(matched.notices)
     world = max((part.world_size for part in parts if part.world_size is not None), default=0)
     if 2 <= len(parts) < world and any(part.calls.height for part in parts):
@@ -359,10 +382,10 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
     compared = AcrossRanks(
         collectives,
         matched.parts,
-        chains(parts, matched, collectives, late, chain_count),
+        build_chains(parts, matched, collectives, late, chain_count),
         ranks,
-        lateness.by_host(ranks),
-        lateness.reasons(collectives),
+        lateness.summarize_by_host(ranks),
+        lateness.summarize_reasons(collectives),
         lateness.wait_heat_map(matched, collectives),
         matched.clocks,
         matched.unmatched,
@@ -371,8 +394,8 @@ def across_ranks(session: Session | Sequence[RankPart], *, chain_count: int = CH
         piped,
         tuple(notices),
     )
-    _LAST = chain_count, [weakref.ref(part) for part in all_parts], compared
+    _last_comparison = chain_count, [weakref.ref(part) for part in all_parts], compared
     return compared
 
 
-_LAST: tuple[int, list[weakref.ref[RankPart]], AcrossRanks] | None = None
+_last_comparison: tuple[int, list[weakref.ref[RankPart]], AcrossRanks] | None = None

@@ -14,12 +14,20 @@ from msgspec import Struct
 
 from traceloom.analyze.steps import split_at_steps
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows, innermost_stretch, nearest, subtree_stops
-from traceloom.trace.batch import per_trace
+from traceloom.trace.arrays import (
+    find_innermost_stretch,
+    find_nearest_ancestor,
+    find_subtree_stops,
+    gather_rows,
+    get_event_column,
+)
+from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.trace import Trace
 
-_FEW = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
-_SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
+_SPARSE_FACTOR = (
+    4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
+)
+_POSITION_TYPE: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
 
 
 class HostSegments(Struct, frozen=True):
@@ -75,24 +83,24 @@ class Forest(Struct, frozen=True):
     parent: Ints
     stop: Ints
 
-    def nearest(self, wanted: Bools) -> Ints:
+    def nearest(self, mask: Bools) -> Ints:
         """Position of the nearest proper ancestor that is wanted; -1 where there is none."""
-        positions = np.flatnonzero(wanted)
-        if type(self.stop) is not np.ndarray or positions.size * _FEW > wanted.size:
-            return nearest(self.parent, wanted)
-        return innermost_stretch(positions, self.stop[positions], wanted.size)
+        positions = np.flatnonzero(mask)
+        if type(self.stop) is not np.ndarray or positions.size * _SPARSE_FACTOR > mask.size:
+            return find_nearest_ancestor(self.parent, mask)
+        return find_innermost_stretch(positions, self.stop[positions], mask.size)
 
-    def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
+    def nearest_or_self(self, mask: Bools, ancestor: Ints | None = None) -> Ints:
         """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
 
-        `above` is `nearest(wanted)`, where it is known already.
+        `ancestor` is `nearest(wanted)`, where it is known already.
         """
-        return np.where(wanted, np.arange(wanted.size, like=wanted), self.nearest(wanted) if above is None else above)
+        return np.where(mask, np.arange(mask.size, like=mask), self.nearest(mask) if ancestor is None else ancestor)
 
-    def topmost(self, wanted: Bools) -> Bools:
+    def topmost(self, mask: Bools) -> Bools:
         """Which wanted events have no wanted ancestor."""
-        positions = np.flatnonzero(wanted)
-        free = np.zeros(wanted.size, dtype=np.bool_, like=wanted)
+        positions = np.flatnonzero(mask)
+        free = np.zeros(mask.size, dtype=np.bool_, like=mask)
         if positions.size:  # free is what begins after all subtrees of the wanted events before it
             reach = np.maximum.accumulate(self.stop[positions])
             free[positions[positions >= np.concatenate([[0], reach[:-1]])]] = True
@@ -111,33 +119,33 @@ class Forest(Struct, frozen=True):
         out[order] = free
         return out
 
-    def outermost_or_self(self, wanted: Bools) -> Ints:
+    def outermost_or_self(self, mask: Bools) -> Ints:
         """Position of the outermost wanted event among an event and its ancestors; -1 for none."""
-        top = np.flatnonzero(self.topmost(wanted))
-        out = np.full(wanted.size, -1, dtype=np.int64, like=wanted)
+        top = np.flatnonzero(self.topmost(mask))
+        out = np.full(mask.size, -1, dtype=np.int64, like=mask)
         size = self.stop[top] - top
-        of = np.repeat(np.arange(top.size, like=top), size)
-        out[np.arange(of.size, like=top) - (np.cumsum(size) - size - top)[of]] = top[of]
+        top_index = np.repeat(np.arange(top.size, like=top), size)
+        out[np.arange(top_index.size, like=top) - (np.cumsum(size) - size - top)[top_index]] = top[top_index]
         return out
 
     def subtree_sums(self, values: Ints) -> Ints:
         """For each event the sum of `values` over it and all its descendants."""
         total: Ints = np.concatenate([[0], np.cumsum(values)])
-        inside: Ints = total[self.stop] - total[:-1]
-        return inside
+        sums: Ints = total[self.stop] - total[:-1]
+        return sums
 
     def span_ns(self) -> Ints:
         """Durations, clipped to the parents' ends; >= 0."""
         return self.end_ns - self.start_ns
 
-    def self_ns(self, wanted: Bools, above: Ints) -> Ints:
+    def self_ns(self, mask: Bools, ancestor: Ints) -> Ints:
         """For wanted events the time in which they are the innermost wanted event; 0 for others.
 
-        `above` is `nearest(wanted)`.
+        `ancestor` is `nearest(wanted)`.
         """
-        span = np.where(wanted, self.span_ns(), 0)
-        child = np.flatnonzero(wanted & (above >= 0))
-        np.subtract.at(span, above[child], self.span_ns()[child])
+        span = np.where(mask, self.span_ns(), 0)
+        child = np.flatnonzero(mask & (ancestor >= 0))
+        np.subtract.at(span, ancestor[child], self.span_ns()[child])
         return span
 
     def segments(self, lanes: Ints, start_ns: int, end_ns: int) -> HostSegments:
@@ -146,7 +154,7 @@ class Forest(Struct, frozen=True):
         A stretch begins where an event begins (it is then innermost) or ends (then its parent is), and lasts until the
         next child begins or the innermost event ends. `lanes` are the host lanes in ascending order.
         """
-        positions = np.arange(self.row.size, dtype=_SHORT, like=self.row)
+        positions = np.arange(self.row.size, dtype=_POSITION_TYPE, like=self.row)
         next_start = np.append(self.start_ns, end_ns)
         lead_end = np.where(positions + 1 < self.stop, next_start[1:], self.end_ns)
         # what follows a subtree on its lane begins in the parent, or else after the parent's end
@@ -160,21 +168,21 @@ class Forest(Struct, frozen=True):
         start = np.concatenate([np.full(lanes.size, start_ns), self.start_ns, self.end_ns])
         end = np.concatenate([lane_lead, lead_end, after_end])
         del next_start, lead_end, follows, after_end
-        kept = np.flatnonzero(end > start)
-        start, end = start[kept], end[kept]
-        lane = np.concatenate([lanes, self.lane, self.lane], dtype=_SHORT, casting="same_kind")[kept]
+        nonempty = np.flatnonzero(end > start)
+        start, end = start[nonempty], end[nonempty]
+        lane = np.concatenate([lanes, self.lane, self.lane], dtype=_POSITION_TYPE, casting="same_kind")[nonempty]
         owner = np.concatenate(
-            [np.full(lanes.size, -1, _SHORT), positions, self.parent], dtype=_SHORT, casting="same_kind"
+            [np.full(lanes.size, -1, _POSITION_TYPE), positions, self.parent], dtype=_POSITION_TYPE, casting="same_kind"
         )
-        return HostSegments(owner[kept], lane, start, end)
+        return HostSegments(owner[nonempty], lane, start, end)
 
 
-@per_trace
-def forest(trace: Trace) -> Forest:
+@cache_per_trace
+def build_forest(trace: Trace) -> Forest:
     """The host events of a trace, in lane order."""
     host = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_numpy()
     events = trace.events
-    lane_of = column(trace, "lane")
+    lane_of = get_event_column(trace, "lane")
     is_host = np.zeros(trace.lanes.height + int(lane_of.max(initial=0)) + 1, dtype=np.bool_)
     is_host[host] = True
     row = np.flatnonzero(gather_rows(is_host, lane_of))
@@ -182,25 +190,25 @@ def forest(trace: Trace) -> Forest:
     position = np.full(events.height, -1, dtype=np.int64, like=lane_of)
     position[row] = np.arange(row.size, like=row)
     lane = lane_of[row].astype(np.int64)
-    start = column(trace, "start_ns")[row]
-    end = column(trace, "nested_end_ns")[row]
-    above = column(trace, "parent", -1)[row]
-    parent = np.where(above >= 0, position[above], -1)
-    return Forest(row, position, lane, start, end, parent, subtree_stops(lane, start, end))
+    start = get_event_column(trace, "start_ns")[row]
+    end = get_event_column(trace, "nested_end_ns")[row]
+    parent_row = get_event_column(trace, "parent", -1)[row]
+    parent = np.where(parent_row >= 0, position[parent_row], -1)
+    return Forest(row, position, lane, start, end, parent, find_subtree_stops(lane, start, end))
 
 
-@per_trace
-def host_segments(trace: Trace) -> HostSegments:
+@cache_per_trace
+def build_host_segments(trace: Trace) -> HostSegments:
     """The window of the trace on every host lane, tiled by innermost events."""
     lanes = trace.lanes.filter(pl.col("kind") == "host")["lane"].cast(pl.Int64).sort().to_numpy()
-    return forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
+    return build_forest(trace).segments(lanes, trace.start_ns, trace.end_ns)
 
 
-@per_trace
-def host_pieces(trace: Trace) -> HostPieces:
+@cache_per_trace
+def build_host_pieces(trace: Trace) -> HostPieces:
     """The recorded stretches of the host threads, cut at the bounds of steps."""
-    segments = host_segments(trace)
+    segments = build_host_segments(trace)
     rows = np.flatnonzero(segments.owner >= 0)
-    pieces, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])
-    source = rows[pieces.source]
-    return HostPieces(segments.owner[source], segments.lane[source], pieces.end_ns - pieces.start_ns, step)
+    step_spans, step = split_at_steps(trace, segments.start_ns[rows], segments.end_ns[rows])
+    source = rows[step_spans.source]
+    return HostPieces(segments.owner[source], segments.lane[source], step_spans.end_ns - step_spans.start_ns, step)

@@ -10,17 +10,17 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.data_loading import DataLoading, data_loading
-from traceloom.analyze.gpu_time import DeviceAccount, GpuTime, device_account, gpu_time, has_step_time
+from traceloom.analyze.gpu_time import DeviceAccount, GpuTime, build_device_account, gpu_time, has_step_time
 from traceloom.analyze.host_time import HostTime, host
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, idle
 from traceloom.analyze.kernels import Operators, operators
-from traceloom.analyze.steps import of_requests, step_times
-from traceloom.system.units import count, duration, share
-from traceloom.trace.frames import Result, cast_to_schema, schema
-from traceloom.trace.session import Session, all_steps
+from traceloom.analyze.steps import has_request_steps, step_times
+from traceloom.system.units import format_count, format_duration, format_share
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
+from traceloom.trace.session import Session, read_run_steps
 from traceloom.trace.trace import Trace
 
-PARTS = schema("label kind ns fraction")
+PARTS = build_schema("label kind ns fraction")
 _EDGE = "before the first and after the last GPU work"
 _GPU_PARTS = (  # kind, its label, its field of the account
     ("compute", "compute", "compute_ns"),
@@ -45,26 +45,26 @@ _ACTIVITIES = {
     "python": "Python",
     "unobserved": "nothing recorded",
 }
-_DOING = {
+_ACTIVITY_CLAUSES = {
     "op": "the CPU runs operators",
     "launch": "the CPU is in runtime calls",
     "blocking_call": "the main thread waits in blocking calls",
     "python": "the CPU runs Python",
     "unobserved": "nothing is recorded of what the main thread does",
 }
-_AWAITED = {
+_AWAITED_CLAUSES = {
     "backward": "the backward pass on another thread",
     "communication": "communication",
     "loading": "data",
 }
-_WORTH_SAYING = 0.005
-_IDLE_WORTH_A_REASON = 0.05
-_WAITING = 0.8  # of the time that a thread runs at most: it waits, too
-_ALIKE = 0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
-_UNLIKE = 1.5  # times the shortest step: the middle one does not stand for the longest
-_FEWEST = 4  # steps that tell what a usual one takes
-_FIRST = 2.0  # usual steps that the first one takes longer by,
-_OF_RUN = 0.05  # and of the time of all steps: worth a sentence
+_MIN_SHARE = 0.005
+_MIN_IDLE_SHARE = 0.05
+_MAX_RUNNING_SHARE = 0.8  # of the time that a thread runs at most: it waits, too
+_MAX_STEP_DIFFERENCE = 0.02  # of the longer one: steps of two ranks that a sentence needs not tell apart
+_MAX_STEP_RATIO = 1.5  # times the shortest step: the middle one does not stand for the longest
+_MIN_STEPS = 4  # steps that tell what a usual one takes
+_MIN_FIRST_STEP_EXCESS = 2.0  # usual steps that the first one takes longer by,
+_MIN_RUN_SHARE = 0.05  # and of the time of all steps: worth a sentence
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class AnswerInputs:
     @cached_property
     def account(self) -> DeviceAccount:
         """The time of its devices."""
-        return device_account(self.trace, self.gpu, self.idle)
+        return build_device_account(self.trace, self.gpu, self.idle)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
         rows.append((f"idle: {_EDGE}", "idle", int(account.devices["edge_idle_ns"].sum())))
     for fact in () if on_gpu else all_facts:  # what the main thread did in the steps (without: in the whole window)
         threads = fact.host.threads.filter("main")[["lane"]]
-        if of_requests(fact.trace):  # whichever thread serves it
+        if has_request_steps(fact.trace):  # whichever thread serves it
             served = fact.host.account.filter(pl.col("activity").cast(pl.String) == "op", pl.col("ns") > 0)
             threads = served[["lane", "step"]].drop_nulls()
         did = fact.host.account.join(threads, on=threads.columns, how="semi")
@@ -144,15 +144,15 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
         .sort(["ns", "label"], descending=[True, False])
         .pipe(cast_to_schema, PARTS)
     )
-    whole = int(parts["ns"].sum())
-    if not whole:
+    total_ns = int(parts["ns"].sum())
+    if not total_ns:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
-    summary = _of_gpus(parts, whole, on_gpu) if on_gpu else _of_threads(parts, whole, all_facts)
-    sentence = f"{_where(on_gpu or all_facts)}: {summary}.{_first_step(all_facts)}"
-    return Answer(sentence, parts, _step_ns([fact.trace for fact in on_gpu or all_facts]), whole)
+    summary = _describe_gpus(parts, total_ns, on_gpu) if on_gpu else _describe_threads(parts, total_ns, all_facts)
+    sentence = f"{_describe_scope(on_gpu or all_facts)}: {summary}.{_describe_first_step(all_facts)}"
+    return Answer(sentence, parts, _compute_median_step_ns([fact.trace for fact in on_gpu or all_facts]), total_ns)
 
 
-def _first_step(all_facts: list[AnswerInputs]) -> str:
+def _describe_first_step(all_facts: list[AnswerInputs]) -> str:
     """What the first step of the run cost, where the answer does not cover it and it took unusually long.
 
     It compiles, loads code and allocates, and is in no usual window. A usual step is the median of the steps after it
@@ -160,104 +160,116 @@ def _first_step(all_facts: list[AnswerInputs]) -> str:
     """
     costs = []
     for fact in all_facts:
-        steps = all_steps(fact.trace.meta)
-        if steps is None or steps.duration_ns.size < _FEWEST:
+        steps = read_run_steps(fact.trace.meta)
+        if steps is None or steps.duration_ns.size < _MIN_STEPS:
             continue
         durations = zip(steps.duration_ns[1:].tolist(), steps.state[1:], strict=True)
-        plain = [duration_ns for duration_ns, state in durations if state in ("unrecorded", "recorded")]
-        if plain:
-            first, usual = int(steps.duration_ns[0]), int(np.median(plain))
-            costs.append((max(first - usual, 0), first, usual, steps, fact.trace.rank))
+        normal_ns = [duration_ns for duration_ns, state in durations if state in ("unrecorded", "recorded")]
+        if normal_ns:
+            first, median_ns = int(steps.duration_ns[0]), int(np.median(normal_ns))
+            costs.append((max(first - median_ns, 0), first, median_ns, steps, fact.trace.rank))
     if not costs:
         return ""
-    over, first, usual, steps, rank = max(costs, key=lambda cost: cost[0])
+    excess_ns, first, median_ns, steps, rank = max(costs, key=lambda cost: cost[0])
     run = int(steps.duration_ns.sum())
-    if steps.state[0] == "recorded" or over < _FIRST * usual or over < _OF_RUN * run:
+    if (
+        steps.state[0] == "recorded"
+        or excess_ns < _MIN_FIRST_STEP_EXCESS * median_ns
+        or excess_ns < _MIN_RUN_SHARE * run
+    ):
         return ""
-    who = f" (rank {rank})" if len(all_facts) > 1 and rank is not None else ""
+    rank_label = f" (rank {rank})" if len(all_facts) > 1 and rank is not None else ""
     return (
-        f" The first step of the run{who}, which is not among them, took {duration(first)}, as long as "
-        f"{count(round(first / max(usual, 1)))} usual ones: {share(over, run)} of "
+        f" The first step of the run{rank_label}, which is not among them, took {format_duration(first)}, as long as "
+        f"{format_count(round(first / max(median_ns, 1)))} usual ones: {format_share(excess_ns, run)} of "
         "all steps of the run went into starting (compiling, loading code, allocating)."
     )
 
 
-def _where(all_facts: list[AnswerInputs]) -> str:
+def _describe_scope(all_facts: list[AnswerInputs]) -> str:
     """Ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
     traces = [fact.trace for fact in all_facts]
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
     if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
-    lengths, step_ns = _lengths(traces), _step_ns(traces)
+    lengths, step_ns = _collect_step_durations(traces), _compute_median_step_ns(traces)
     if step_ns is not None:
         stepped = [trace.steps for trace in traces if has_step_time(trace)]
         number = max(steps.height for steps in stepped)
-        word = "request" if any(of_requests(trace) for trace in traces) else "step"
-        span = f"{count(number)} {word}s of {duration(step_ns)}" if number > 1 else f"1 {word} of {duration(step_ns)}"
-        by_rank = [ns for trace in traces if (ns := _step_ns([trace])) is not None]
-        if max(by_rank) - min(by_rank) > _ALIKE * max(by_rank):
-            span += f" ({duration(min(by_rank))} to {duration(max(by_rank))} by rank)"
-        elif (least := int(lengths.min())) * _UNLIKE < (most := int(lengths.max())):  # type: ignore[arg-type]
-            span += f" ({duration(least)} to {duration(most)})"
+        word = "request" if any(has_request_steps(trace) for trace in traces) else "step"
+        span = (
+            f"{format_count(number)} {word}s of {format_duration(step_ns)}"
+            if number > 1
+            else f"1 {word} of {format_duration(step_ns)}"
+        )
+        rank_medians = [ns for trace in traces if (ns := _compute_median_step_ns([trace])) is not None]
+        if max(rank_medians) - min(rank_medians) > _MAX_STEP_DIFFERENCE * max(rank_medians):
+            span += f" ({format_duration(min(rank_medians))} to {format_duration(max(rank_medians))} by rank)"
+        elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
+            span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
         if word == "request":  # in the rest of the window there is none
             served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
             window = max(trace.end_ns - trace.start_ns for trace in traces)
-            served = f"{share(served_ns, window)} of a window of {duration(window)}"
+            served = f"{format_share(served_ns, window)} of a window of {format_duration(window)}"
             span += f" ({served}; the program waits between them)"
     else:  # the longest window; with GPU work its part from the first to the last of it, which the shares are of
-        span = f"a window of {duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
+        span = f"a window of {format_duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
         longest = max((int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0)
-        if longest and not span.endswith(f" {duration(longest)}"):
-            span = f"from first to last GPU work, {duration(longest)} of {span}"
+        if longest and not span.endswith(f" {format_duration(longest)}"):
+            span = f"from first to last GPU work, {format_duration(longest)} of {span}"
     if len(ranks) == 1:
         return f"Rank {ranks[0]}, {span}"
     if ranks:
         without_hole = ranks[-1] - ranks[0] == len(ranks) - 1
-        who = f"Ranks {ranks[0]}–{ranks[-1]}" if without_hole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
-        return f"{who}, {span}"
-    return f"{count(len(traces))} processes, {span}" if len(traces) > 1 else span[0].upper() + span[1:]
+        ranks_label = (
+            f"Ranks {ranks[0]}–{ranks[-1]}" if without_hole else f"{len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+        )
+        return f"{ranks_label}, {span}"
+    return f"{format_count(len(traces))} processes, {span}" if len(traces) > 1 else span[0].upper() + span[1:]
 
 
-def _step_ns(traces: list[Trace]) -> int | None:
+def _compute_median_step_ns(traces: list[Trace]) -> int | None:
     """The middle one of them."""
-    middle = _lengths(traces).median()
+    middle = _collect_step_durations(traces).median()
     return None if middle is None else int(middle)  # type: ignore[arg-type]
 
 
-def _lengths(traces: list[Trace]) -> pl.Series:
+def _collect_step_durations(traces: list[Trace]) -> pl.Series:
     """Durations of the whole steps of all ranks; of all steps, where none is whole."""
     steps = pl.concat([step_times(trace).steps[["duration_ns", "complete"]] for trace in traces])
-    whole = pl.col("complete") | ~pl.col("complete").any()
-    return steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"]
+    is_complete = pl.col("complete") | ~pl.col("complete").any()
+    return steps.filter(is_complete, pl.col("duration_ns") > 0)["duration_ns"]
 
 
-def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[AnswerInputs]) -> str:
+def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     devices = sum(fact.gpu.devices.height for fact in all_facts)
     name = f"GPU {all_facts[0].gpu.devices['device'][0]} is" if devices == 1 else f"the {devices} GPUs are"
-    clauses = [f"{_GPU_VERBS[kind]} {share(ns, whole)}" for kind, ns in sums.rows() if ns >= _WORTH_SAYING * whole]
+    clauses = [
+        f"{_GPU_VERBS[kind]} {format_share(ns, total_ns)}" for kind, ns in sums.rows() if ns >= _MIN_SHARE * total_ns
+    ]
     clauses[0] += " of the time"
-    text = f"{name} {_listed(clauses)}"
+    text = f"{name} {_join_items(clauses)}"
     idling = parts.filter(pl.col("kind") == "idle")
     idle_ns = int(idling["ns"].sum())
-    if idle_ns < _IDLE_WORTH_A_REASON * whole:
+    if idle_ns < _MIN_IDLE_SHARE * total_ns:
         return text
-    reasons = {f"idle: {meaning}": _REASONS.get(cause, meaning) for cause, meaning in CAUSES.items()}
+    reasons = {f"idle: {description}": _REASONS.get(cause, description) for cause, description in CAUSES.items()}
     reasons[f"idle: {_EDGE}"] = "there was no GPU work yet, or no more, at the edges of the steps"
     label, ns = idling[["label", "ns"]].row(0)
-    return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reasons[label]}"
+    return f"{text}; the main cause of the idle time ({format_share(ns, idle_ns)} of it): {reasons[label]}"
 
 
-def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[AnswerInputs]) -> str:
+def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:
     """The main activity with its phase and largest operator, then communication and the DataLoader."""
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
     label, largest = parts.filter(pl.col("kind") == kind)[["label", "ns"]].row(0)
     phase = label.split(":")[0]
-    if kind == "unobserved" and phase in _AWAITED and 2 * largest > ns:
-        text = f"{share(largest, whole)} of the time the main thread waits for {_AWAITED[phase]}"
+    if kind == "unobserved" and phase in _AWAITED_CLAUSES and 2 * largest > ns:
+        text = f"{format_share(largest, total_ns)} of the time the main thread waits for {_AWAITED_CLAUSES[phase]}"
     else:
-        text = f"{share(ns, whole)} of the time {_DOING[kind]}"
+        text = f"{format_share(ns, total_ns)} of the time {_ACTIVITY_CLAUSES[kind]}"
         if phase != "other" and 2 * largest > ns:
             text += f", mostly in the {phase} phase"
     if kind == "op":  # by self time over all traces
@@ -265,38 +277,42 @@ def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[AnswerInputs]) 
         rows = rows.group_by("name").agg(pl.col("self_ns").sum()).sort("self_ns", "name", descending=[True, False])
         in_operators = int(rows["self_ns"].sum())
         if in_operators:
-            largest_share = share(int(rows["self_ns"][0]), in_operators)
+            largest_share = format_share(int(rows["self_ns"][0]), in_operators)
             text += f"; the largest is {rows['name'][0]} ({largest_share} of that)"
     clauses = []
     talking = int(parts.filter(pl.col("label").str.starts_with("communication:"))["ns"].sum())
-    if talking >= _WORTH_SAYING * whole and "communication" not in text:
-        clauses.append(f"{share(talking, whole)} is spent on communication")
+    if talking >= _MIN_SHARE * total_ns and "communication" not in text:
+        clauses.append(f"{format_share(talking, total_ns)} is spent on communication")
     if any(fact.data_loading.total_ns is not None for fact in all_facts):
         # the waits in the steps, where there are steps
         in_steps = [fact.data_loading.steps["wait_ns"].sum() for fact in all_facts if has_step_time(fact.trace)]
         in_whole = [fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)]
-        clauses.append(f"{share(int(sum(in_steps) + sum(in_whole)), whole)} is spent waiting on the DataLoader")
-    ran = _ran(all_facts)
-    if ran is not None and ran[0] < _WAITING * ran[1]:
-        clauses.append(f"the main thread runs on a processor {share(*ran)} of the time (else it waits, or others run)")
-    return f"{text}; {_listed(clauses)}" if clauses else text
+        clauses.append(
+            f"{format_share(int(sum(in_steps) + sum(in_whole)), total_ns)} is spent waiting on the DataLoader"
+        )
+    ran = _compute_run_time(all_facts)
+    if ran is not None and ran[0] < _MAX_RUNNING_SHARE * ran[1]:
+        clauses.append(
+            f"the main thread runs on a processor {format_share(*ran)} of the time (else it waits, or others run)"
+        )
+    return f"{text}; {_join_items(clauses)}" if clauses else text
 
 
-def _ran(all_facts: list[AnswerInputs]) -> tuple[int, int] | None:
+def _compute_run_time(all_facts: list[AnswerInputs]) -> tuple[int, int] | None:
     """Time that the threads of the recorded steps ran, and the duration of these steps; None where any is unknown."""
-    ran = whole = 0
+    ran = total_ns = 0
     for fact in all_facts:
-        steps = all_steps(fact.trace.meta)
+        steps = read_run_steps(fact.trace.meta)
         if steps is None:
             return None
         for step_ns, state, ran_ns in zip(steps.duration_ns.tolist(), steps.state, steps.ran_ns, strict=True):
             if state == "recorded":
                 if ran_ns is None:
                     return None
-                ran, whole = ran + min(ran_ns, step_ns), whole + step_ns
-    return (ran, whole) if whole else None
+                ran, total_ns = ran + min(ran_ns, step_ns), total_ns + step_ns
+    return (ran, total_ns) if total_ns else None
 
 
-def _listed(items: list[str]) -> str:
+def _join_items(items: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

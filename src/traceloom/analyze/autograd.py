@@ -8,18 +8,25 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.ancestry import Forest, build_forest
+from traceloom.analyze.names import build_vocabulary
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows
-from traceloom.trace.batch import TRACE, of_each, of_events, per_trace, stacked, unstacked
+from traceloom.trace.arrays import gather_rows, get_event_column
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
 from traceloom.trace.trace import Trace
 
-_ENOUGH = 0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
+_MIN_SEQUENCE_SHARE = 0.5  # of a forward thread's sequence numbers that a lane must hold to be taken for it
 
 
-class Backward(Struct, frozen=True):
+class BackwardMatches(Struct, frozen=True):
     """Backward ops whose forward op is known; arrays of shape (joined backward ops,).
 
     Attributes:
@@ -31,8 +38,8 @@ class Backward(Struct, frozen=True):
     forward: Ints
 
 
-@per_trace
-def backward_of(trace: Trace) -> Backward | None:
+@cache_per_trace
+def match_backward_ops(trace: Trace) -> BackwardMatches | None:
     """Join backward ops to forward ops by forward thread and sequence number; None where nothing can be joined.
 
     A sequence number is unique only within the thread that ran the forward pass, and the file numbers those threads in
@@ -41,89 +48,95 @@ def backward_of(trace: Trace) -> Backward | None:
     one lane that holds (nearly) all of the thread's sequence numbers. Otherwise its ops are not joined. Several ops can
     carry one number, since it is read when an op begins: the one that began last made the node.
     """
-    return _of_each(trace)
+    return _match_by_sequence(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[Backward | None]:
-    ops = stacked(map(_numbered, traces))
-    thread = ops["forward_thread"].fill_null(0)
-    forward, backward = ops.filter(thread == 0), ops.filter(thread > 0)
+@run_in_batches
+def _match_by_sequence(traces: Sequence[Trace]) -> Iterable[BackwardMatches | None]:
+    ops = concatenate_by_trace(map(_select_sequenced_ops, traces))
+    forward_thread = ops["forward_thread"].fill_null(0)
+    forward, backward = ops.filter(forward_thread == 0), ops.filter(forward_thread > 0)
     if not forward.height or not backward.height:
         return [None for _ in traces]
     # The lane of each (trace, process, forward_thread)
-    keys = [TRACE, "process", "forward_thread"]
+    keys = [TRACE_COLUMN, "process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    flows = stacked(trace.flows for trace in traces).filter(pl.col("kind") == "forward-backward")
+    flows = concatenate_by_trace(trace.flows for trace in traces).filter(pl.col("kind") == "forward-backward")
     flows = flows.drop_nulls(["source", "target"])
     arrows = flows.select(
-        TRACE,
-        *(of_events(traces, flows, "target", name) for name in keys[1:]),
-        of_events(traces, flows, "source", "lane"),
+        TRACE_COLUMN,
+        *(gather_event_column(traces, flows, "target", name) for name in keys[1:]),
+        gather_event_column(traces, flows, "source", "lane"),
     )
-    counted = (
+    arrow_counts = (
         arrows.filter(pl.col("forward_thread") > 0)
         .group_by(*keys, "lane")
         .agg(pl.len().alias("n"))
-        .sort(TRACE, "n", "lane", descending=[False, True, False])
+        .sort(TRACE_COLUMN, "n", "lane", descending=[False, True, False])
     )
-    by_flow = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
-    rest = backward.join(by_flow, on=keys, how="anti")
-    if not rest.height:
-        threads = by_flow
+    lanes_from_arrows = arrow_counts.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
+    unresolved_ops = backward.join(lanes_from_arrows, on=keys, how="anti")
+    if not unresolved_ops.height:
+        lane_by_thread = lanes_from_arrows
     else:
-        lanes = forward[[TRACE, "process", "lane", "sequence"]].unique()
-        numbers = rest[[*keys, "sequence"]].unique()
-        totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
-        held = (
-            numbers.join(lanes, on=[TRACE, "process", "sequence"], how="inner")
+        lanes = forward[[TRACE_COLUMN, "process", "lane", "sequence"]].unique()
+        sequence_numbers = unresolved_ops[[*keys, "sequence"]].unique()
+        sequence_counts = sequence_numbers.group_by(keys).agg(pl.len().alias("wanted"))
+        shared_counts = (
+            sequence_numbers.join(lanes, on=[TRACE_COLUMN, "process", "sequence"], how="inner")
             .group_by(*keys, "lane")
             .agg(pl.len().alias("n"))
         )
-        matches = (
-            held.filter(pl.col("n") == pl.col("n").max().over(keys))
-            .join(totals, on=keys)
-            .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
+        lanes_from_sequences = (
+            shared_counts.filter(pl.col("n") == pl.col("n").max().over(keys))
+            .join(sequence_counts, on=keys)
+            .filter(pl.col("n") >= _MIN_SEQUENCE_SHARE * pl.col("wanted"), pl.len().over(keys) == 1)
         )
-        threads = pl.concat([by_flow, matches[[*keys, "lane"]]])
-    makers = forward.group_by(TRACE, "process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
+        lane_by_thread = pl.concat([lanes_from_arrows, lanes_from_sequences[[*keys, "lane"]]])
+    latest_forward_ops = forward.group_by(TRACE_COLUMN, "process", "lane", "sequence").agg(
+        pl.col("position").max().alias("forward")
+    )
     joined = (
         backward[[*keys, "sequence", "position"]]
-        .join(threads, on=keys, how="inner")
-        .join(makers, on=[TRACE, "process", "lane", "sequence"], how="inner")
-        .sort(TRACE, "position")
+        .join(lane_by_thread, on=keys, how="inner")
+        .join(latest_forward_ops, on=[TRACE_COLUMN, "process", "lane", "sequence"], how="inner")
+        .sort(TRACE_COLUMN, "position")
     )
-    return map(_earlier, traces, unstacked(joined, traces))
+    return map(_keep_earlier_forward_ops, traces, split_by_trace(joined, traces))
 
 
-def _numbered(trace: Trace) -> pl.DataFrame:
+def _select_sequenced_ops(trace: Trace) -> pl.DataFrame:
     """The ops with a sequence number: process, sequence, forward_thread, lane, position (in the forest)."""
-    tree = forest(trace)
-    is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
-    position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
+    tree = build_forest(trace)
+    is_op = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    position = np.flatnonzero(is_op & (get_event_column(trace, "sequence", -1)[tree.row] >= 0))
     columns = trace.events[["process", "sequence", "forward_thread", "lane"]]
     return columns[tree.row[position]].hstack([pl.Series("position", position, dtype=pl.Int64)])
 
 
-def _earlier(trace: Trace, joined: pl.DataFrame) -> Backward | None:
+def _keep_earlier_forward_ops(trace: Trace, joined: pl.DataFrame) -> BackwardMatches | None:
     """Those whose forward op began earlier; None for none."""
-    row = forest(trace).row
-    nodes, made_by = joined["position"].to_numpy(), joined["forward"].to_numpy()
-    earlier = row[made_by] < row[nodes]
-    return Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None
+    row = build_forest(trace).row
+    backward_positions, forward_positions = joined["position"].to_numpy(), joined["forward"].to_numpy()
+    earlier = row[forward_positions] < row[backward_positions]
+    return BackwardMatches(backward_positions[earlier], forward_positions[earlier]) if earlier.any() else None
 
 
 # The frame that repeats the forward (use_reentrant=False), and the backward of the older way, whose node says it.
-FRAME = r"(^|/)torch/utils/checkpoint\.py\(\d+\): recompute_fn$"
-REENTRANT = r"^CheckpointFunctionBackward$"
+RECOMPUTE_FRAME_PATTERN = r"(^|/)torch/utils/checkpoint\.py\(\d+\): recompute_fn$"
+REENTRANT_NODE_PATTERN = r"^CheckpointFunctionBackward$"
 # What the checkpoint does itself: our own marks around each checkpointed part, and its frames.
-MARK = r"^traceloom\.checkpoint$"
-OWN_FRAME = r"(^|/)torch/utils/checkpoint\.py\(\d+\): (_checkpoint_without_reentrant_generator|pack_hook|unpack_hook)$"
-ENGINE = r"^autograd::engine::evaluate_function: "
-_MOST_NODES = 0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
+CHECKPOINT_MARK_PATTERN = r"^traceloom\.checkpoint$"
+CHECKPOINT_FRAME_PATTERN = (
+    r"(^|/)torch/utils/checkpoint\.py\(\d+\): (_checkpoint_without_reentrant_generator|pack_hook|unpack_hook)$"
+)
+ENGINE_NODE_PATTERN = r"^autograd::engine::evaluate_function: "
+_MAX_RECOMPUTING_NODE_SHARE = (
+    0.5  # that may hold forward ops; where more do, the backward pass is being recorded for a second one
+)
 
 
-class Recompute(Struct, frozen=True):
+class RecomputedWork(Struct, frozen=True):
     """Repeated forward work.
 
     Attributes:
@@ -140,49 +153,53 @@ class Recompute(Struct, frozen=True):
     evidence: str
 
 
-@per_trace
-def recomputed(trace: Trace) -> Recompute:
+@cache_per_trace
+def find_recomputed_work(trace: Trace) -> RecomputedWork:
     """Recognise repeated forward work by its frame or its autograd node, else by forward ops inside the backward pass.
 
     An op inside a backward node that has a sequence number and no forward thread was recorded by autograd there. That
     happens when a checkpoint repeats its forward; and in a backward pass that is itself to be differentiated, which is
     told apart by two things: then most nodes hold such ops, and their sequence numbers come back in a later backward.
     """
-    tree = forest(trace)
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    category = column(trace, "category")[tree.row]
-    python = category == cat.CATEGORIES.index(cat.PYTHON)
-    frame = gather_rows(words.matching(FRAME), code) & python
-    node = gather_rows(words.matching(REENTRANT), code) & (category == cat.CATEGORIES.index(cat.OP))
-    named = tree.topmost(frame | node)
-    inferred = _inferred(trace, tree, gather_rows(words.matching(ENGINE), code))
-    inferred &= tree.nearest_or_self(named) < 0
-    evidence = "frames" if named.any() else "operators" if inferred.any() else "none"
-    own = gather_rows(words.matching(MARK), code) & (category == cat.CATEGORIES.index(cat.ANNOTATION))
-    own |= gather_rows(words.matching(OWN_FRAME), code) & python
-    return Recompute(named | inferred, own, evidence)
+    tree = build_forest(trace)
+    vocabulary = build_vocabulary(trace)
+    name_codes = vocabulary.code[tree.row]
+    category = get_event_column(trace, "category")[tree.row]
+    is_python = category == cat.CATEGORIES.index(cat.PYTHON)
+    is_recompute_frame = gather_rows(vocabulary.matching(RECOMPUTE_FRAME_PATTERN), name_codes) & is_python
+    is_reentrant_node = gather_rows(vocabulary.matching(REENTRANT_NODE_PATTERN), name_codes) & (
+        category == cat.CATEGORIES.index(cat.OP)
+    )
+    recomputed_by_name = tree.topmost(is_recompute_frame | is_reentrant_node)
+    inferred = _infer_recomputation(trace, tree, gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), name_codes))
+    inferred &= tree.nearest_or_self(recomputed_by_name) < 0
+    evidence = "frames" if recomputed_by_name.any() else "operators" if inferred.any() else "none"
+    is_checkpoint_overhead = gather_rows(vocabulary.matching(CHECKPOINT_MARK_PATTERN), name_codes) & (
+        category == cat.CATEGORIES.index(cat.ANNOTATION)
+    )
+    is_checkpoint_overhead |= gather_rows(vocabulary.matching(CHECKPOINT_FRAME_PATTERN), name_codes) & is_python
+    return RecomputedWork(recomputed_by_name | inferred, is_checkpoint_overhead, evidence)
 
 
-def _inferred(trace: Trace, tree: Forest, engine: Bools) -> Bools:
+def _infer_recomputation(trace: Trace, tree: Forest, is_engine_node: Bools) -> Bools:
     """Outermost ops that autograd recorded inside a backward node, and that no later backward belongs to."""
     events = trace.events
-    of_autograd = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row)
-    of_autograd &= column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
-    backward = column(trace, "forward_thread", 0)[tree.row] > 0
-    above = tree.nearest(engine | backward)
-    repeated: Bools = of_autograd & ~backward & ~engine & (above >= 0)
-    rows = np.flatnonzero(repeated)
+    is_autograd_op = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row)
+    is_autograd_op &= get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    is_backward_op = get_event_column(trace, "forward_thread", 0)[tree.row] > 0
+    enclosing_backward = tree.nearest(is_engine_node | is_backward_op)
+    is_recomputed: Bools = is_autograd_op & ~is_backward_op & ~is_engine_node & (enclosing_backward >= 0)
+    rows = np.flatnonzero(is_recomputed)
     if not rows.size:
-        return repeated
-    nodes = tree.topmost(engine | backward)
-    holding = np.unique(tree.outermost_or_self(engine | backward)[rows])
-    if holding.size > _MOST_NODES * np.count_nonzero(nodes):
-        return np.zeros_like(repeated)
-    joined = backward_of(trace)
-    if joined is not None:
+        return is_recomputed
+    outermost_nodes = tree.topmost(is_engine_node | is_backward_op)
+    nodes_with_forward_ops = np.unique(tree.outermost_or_self(is_engine_node | is_backward_op)[rows])
+    if nodes_with_forward_ops.size > _MAX_RECOMPUTING_NODE_SHARE * np.count_nonzero(outermost_nodes):
+        return np.zeros_like(is_recomputed)
+    matches = match_backward_ops(trace)
+    if matches is not None:
         # not those that carry the sequence number of an op on their lane whose backward is recorded
-        lanes = int(tree.lane.max(initial=0)) + 1
-        number = column(trace, "sequence", -1)[tree.row] * lanes + tree.lane
-        repeated &= ~np.isin(number, number[joined.forward])
-    return tree.topmost(repeated)
+        lane_count = int(tree.lane.max(initial=0)) + 1
+        sequence_and_lane = get_event_column(trace, "sequence", -1)[tree.row] * lane_count + tree.lane
+        is_recomputed &= ~np.isin(sequence_and_lane, sequence_and_lane[matches.forward])
+    return tree.topmost(is_recomputed)

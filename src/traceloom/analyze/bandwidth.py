@@ -11,37 +11,40 @@ from typing import Any
 import polars as pl
 from msgspec import Struct
 
-from traceloom.trace.batch import TRACE
+from traceloom.trace.batch import TRACE_COLUMN
 from traceloom.trace.trace import Trace
 
-_RANKS = pl.when(pl.col("group_size") > 0).then(pl.col("group_size").cast(pl.Int64))
-_SHARE = (_RANKS - 1) / _RANKS
+_GROUP_SIZE = pl.when(pl.col("group_size") > 0).then(pl.col("group_size").cast(pl.Int64))
+_SHARE = (_GROUP_SIZE - 1) / _GROUP_SIZE
 _IN, _OUT = pl.col("in_bytes"), pl.col("out_bytes")
 # Where only the side of one rank is recorded, the whole is that times the ranks.
 _SIZES = {
     "all_reduce": pl.coalesce(_IN, _OUT),
-    "all_gather": pl.coalesce(_OUT, _IN * _RANKS),
-    "reduce_scatter": pl.coalesce(_IN, _OUT * _RANKS),
+    "all_gather": pl.coalesce(_OUT, _IN * _GROUP_SIZE),
+    "reduce_scatter": pl.coalesce(_IN, _OUT * _GROUP_SIZE),
     "all_to_all": _IN,
-    "gather": _IN * _RANKS,
-    "scatter": _OUT * _RANKS,
+    "gather": _IN * _GROUP_SIZE,
+    "scatter": _OUT * _GROUP_SIZE,
     "broadcast": pl.coalesce(_IN, _OUT),
     "reduce": pl.coalesce(_IN, _OUT),
     "send": pl.coalesce(_IN, _OUT),
     "recv": pl.coalesce(_OUT, _IN),
 }
 # Bytes on the bus of each rank, in parts of the size: so many times (ranks - 1) / ranks, or all of it.
-_TIMES_SHARE = {
+_BUS_FACTORS = {
     "all_reduce": 2.0,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), 1.0),
 }
-_WHOLE = ("broadcast", "reduce", "send", "recv")
-_FACTORS = {**{kind: times * _SHARE for kind, times in _TIMES_SHARE.items()}, **dict.fromkeys(_WHOLE, pl.lit(1.0))}
+_FULL_SIZE_KINDS = ("broadcast", "reduce", "send", "recv")
+_FACTOR_EXPRESSIONS = {
+    **{kind: times * _SHARE for kind, times in _BUS_FACTORS.items()},
+    **dict.fromkeys(_FULL_SIZE_KINDS, pl.lit(1.0)),
+}
 
 
-def bus_factor(kind: str, ranks: int) -> float:
+def compute_bus_factor(kind: str, ranks: int) -> float:
     """Bytes on the bus of one rank / size of the collective; 0 for what moves no bytes (a barrier)."""
-    return 1.0 if kind in _WHOLE else _TIMES_SHARE.get(kind, 0.0) * (ranks - 1) / ranks
+    return 1.0 if kind in _FULL_SIZE_KINDS else _BUS_FACTORS.get(kind, 0.0) * (ranks - 1) / ranks
 
 
 class DeviceLink(Struct, frozen=True):
@@ -57,7 +60,7 @@ class DeviceLink(Struct, frozen=True):
 
 
 @lru_cache(maxsize=64)
-def link_of(device: str | None) -> DeviceLink | None:
+def find_device_link(device: str | None) -> DeviceLink | None:
     """The link of a device by the name that the driver gives it; None where it is not known.
 
     Example:
@@ -73,18 +76,19 @@ def link_of(device: str | None) -> DeviceLink | None:
     return None if row is None else DeviceLink(row["link"], row["both_directions_gb_per_s"] / 2)
 
 
-def with_sizes(calls: pl.DataFrame) -> pl.DataFrame:
+def add_sizes(calls: pl.DataFrame) -> pl.DataFrame:
     """Add `size_bytes` and `bus_factor` (docs/concepts/collectives.md); null where kind, bytes or group are unknown."""
     return calls.with_columns(
-        _by_kind(_SIZES).cast(pl.Int64).alias("size_bytes"), _by_kind(_FACTORS).cast(pl.Float64).alias("bus_factor")
+        _select_by_kind(_SIZES).cast(pl.Int64).alias("size_bytes"),
+        _select_by_kind(_FACTOR_EXPRESSIONS).cast(pl.Float64).alias("bus_factor"),
     )
 
 
-def _by_kind(table: dict[str, Any]) -> pl.Expr:
+def _select_by_kind(table: dict[str, Any]) -> pl.Expr:
     return pl.coalesce(pl.when(pl.col("kind") == kind).then(value) for kind, value in table.items())
 
 
-def with_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: float | None = None) -> pl.DataFrame:
+def add_link_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: float | None = None) -> pl.DataFrame:
     """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the host.
 
     Args:
@@ -95,30 +99,30 @@ def with_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: floa
     if peak_gb_per_s is not None:
         return set_peak(calls, peak_gb_per_s)
     rows: list[tuple[int, int, str, float]] = []
-    inside = []
+    host_rows = []
     for number, trace in enumerate(traces):
         for device, name in trace.devices[["device", "name"]].iter_rows():
-            if link := link_of(name):
+            if link := find_device_link(name):
                 rows.append((number, device, link.name, link.peak_gb_per_s))
         # A group stays inside one host if the whole job does, or if all members are in one block of as many ranks as
         # the host has visible devices (launchers number ranks host by host).
         world_size, visible = trace.meta.world_size, trace.devices.height
-        inside.append((world_size is not None and 1 < world_size <= visible, visible))
-    columns = {TRACE: pl.UInt32(), "device": pl.Int32(), "on_link": pl.String(), "on_peak": pl.Float64()}
+        host_rows.append((world_size is not None and 1 < world_size <= visible, visible))
+    columns = {TRACE_COLUMN: pl.UInt32(), "device": pl.Int32(), "on_link": pl.String(), "on_peak": pl.Float64()}
     links = pl.DataFrame(rows, schema=columns, orient="row")
-    hosts = pl.DataFrame(inside, schema={"whole": pl.Boolean(), "visible": pl.Int32()}, orient="row")
+    hosts = pl.DataFrame(host_rows, schema={"whole": pl.Boolean(), "visible": pl.Int32()}, orient="row")
     members, size = pl.col("members").list, pl.col("visible")
     in_block = (size > 1) & ((members.min() // size) == (members.max() // size))
-    joined = calls.join(links, on=[TRACE, "device"], how="left", maintain_order="left")
+    joined = calls.join(links, on=[TRACE_COLUMN, "device"], how="left", maintain_order="left")
     within = pl.when(pl.col("whole") | in_block.fill_null(value=False))
-    linked = joined.hstack(hosts[joined[TRACE]])
-    return _with_fraction(linked, within.then("on_link"), within.then("on_peak"))
+    linked = joined.hstack(hosts[joined[TRACE_COLUMN]])
+    return _add_link_fraction(linked, within.then("on_link"), within.then("on_peak"))
 
 
 def set_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:
     """The calls with the same peak for every group, as the user gives it."""
     kernels = pl.when(pl.col("where") == "device")
-    return _with_fraction(calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s))))
+    return _add_link_fraction(calls, kernels.then(pl.lit("given")), kernels.then(pl.lit(float(peak_gb_per_s))))
 
 
 def correct_links_by_host(
@@ -140,28 +144,30 @@ def correct_links_by_host(
     table = []
     for text, members in groups.iter_rows():
         member_hosts = {hosts[rank] for rank in members if rank in hosts}
-        whole = len(member_hosts) == 1 and all(rank in hosts for rank in members)
-        table.append((text, True if whole else False if len(member_hosts) > 1 else None))
-    inside = pl.DataFrame(table, schema={"whom": pl.String(), "inside": pl.Boolean()}, orient="row")
+        within_host = len(member_hosts) == 1 and all(rank in hosts for rank in members)
+        table.append((text, True if within_host else False if len(member_hosts) > 1 else None))
+    host_table = pl.DataFrame(table, schema={"whom": pl.String(), "inside": pl.Boolean()}, orient="row")
     names = {rank: link.name for rank, link in links.items()}
     peaks = {rank: link.peak_gb_per_s for rank, link in links.items()}
-    joined = calls.with_columns(member_list.alias("whom")).join(inside, on="whom", how="left", maintain_order="left")
+    joined = calls.with_columns(member_list.alias("whom")).join(
+        host_table, on="whom", how="left", maintain_order="left"
+    )
     yes = (pl.col("inside") & (pl.col("where") == "device")).fill_null(value=False)
     no = (~pl.col("inside")).fill_null(value=False)
-    values = _looked_up("rank", names, pl.String()), _looked_up("rank", peaks, pl.Float64())
+    values = _map_column("rank", names, pl.String()), _map_column("rank", peaks, pl.Float64())
     link, peak = (
         pl.when(yes).then(pl.coalesce(value, column)).when(no).then(None).otherwise(column)
         for value, column in zip(values, ("link", "link_peak_gb_per_s"), strict=True)
     )
-    return _with_fraction(joined, link, peak).drop("whom", "inside")
+    return _add_link_fraction(joined, link, peak).drop("whom", "inside")
 
 
-def _with_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.DataFrame:
-    with_link = calls.with_columns(link.alias("link"), peak.alias("link_peak_gb_per_s"))
-    return with_link.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
+def _add_link_fraction(calls: pl.DataFrame, link: pl.Expr, peak: pl.Expr) -> pl.DataFrame:
+    linked_calls = calls.with_columns(link.alias("link"), peak.alias("link_peak_gb_per_s"))
+    return linked_calls.with_columns((pl.col("bus_gb_per_s") / pl.col("link_peak_gb_per_s")).alias("link_fraction"))
 
 
-def _looked_up(column: str, values: Mapping[Any, object], kind: pl.DataType) -> pl.Expr:
+def _map_column(column: str, values: Mapping[Any, object], kind: pl.DataType) -> pl.Expr:
     """The value of each key in a column; null where there is none."""
     if not values:
         return pl.lit(None, kind)

@@ -9,18 +9,31 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.flame import KINDS as NODE_KINDS
 from traceloom.analyze.flame import call_tree
-from traceloom.analyze.host_events import BLOCKING_CALL, RECORDER, classify_events, is_users, starting_calls
-from traceloom.analyze.intervals import Spans, coverage, union
-from traceloom.analyze.kernel_rules import gpu_work
-from traceloom.analyze.steps import NO_STEP, per_step, whole_steps
+from traceloom.analyze.host_events import (
+    BLOCKING_CALL,
+    RECORDER_FRAME_PATTERN,
+    classify_events,
+    is_user_frame,
+    mark_device_setup_calls,
+)
+from traceloom.analyze.intervals import Spans, compute_coverage, merge_intervals
+from traceloom.analyze.kernel_rules import select_gpu_work
+from traceloom.analyze.steps import NO_STEP, select_whole_steps, summarize_per_step
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import column, to_nullable_series
-from traceloom.trace.batch import TRACE, of_each, of_events, per_trace, stacked, unstacked
-from traceloom.trace.frames import Result, schema
+from traceloom.trace.arrays import get_event_column, to_nullable_series
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema
 from traceloom.trace.trace import Trace
 
 KINDS = {
@@ -38,21 +51,21 @@ KINDS = {
     "other": "another call that waits",
 }
 _TIMES = ("blocked_ns", "gpu_busy_ns", "gpu_idle_ns", "idle_after_ns")
-SITES = schema(
+SITES = build_schema(
     "kind call op frame stack lane count pageable_count blocked_ns max_ns",
     *_TIMES[1:],
     "mean_blocked_ns min_blocked_ns max_blocked_ns step_count",
     {"kind": pl.Enum(list(KINDS)), "frame": pl.String},
 )
-CALLS = schema("event site step start_ns", *_TIMES, {"site": pl.UInt32})
-_DEEPEST_STACK = 8
+CALLS = build_schema("event site step start_ns", *_TIMES, {"site": pl.UInt32})
+_MAX_STACK_DEPTH = 8
 
 # The first that fits: by the operators around the call, then by its own name.
-_BY_OP = (
+_KIND_BY_OP = (
     ("item", re.compile(r"^aten::(item|_local_scalar_dense|is_nonzero|equal)$")),
     ("data_dependent_shape", re.compile(r"^aten::(nonzero|_?unique|masked_select|repeat_interleave|bincount)")),
 )
-_BY_CALL = (
+_KIND_BY_CALL = (
     ("event_synchronize", re.compile(r"EventSynchronize|EventHostSynchronize|Events?Wait$")),
     ("synchronize", re.compile(r"(?i)synchronize|QueueFinish")),
     ("allocation", re.compile(r"Malloc|Free|HostAlloc|HostRegister|HostUnregister|MemCreate|MemMap|MemUnmap")),
@@ -86,29 +99,29 @@ class BlockingCalls(Result):
     idle_after_ns: int | None
 
 
-@per_trace
+@cache_per_trace
 def blocking_calls(trace: Trace) -> BlockingCalls:
     """Find every call that waits and say who asked for it.
 
     Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main thread waits for
     autograd's threads (`run_backward`) is no such call.
     """
-    return _of_each(trace)
+    return _find_blocking_calls(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
+@run_in_batches
+def _find_blocking_calls(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
     all_busy = []  # when any device of each trace works
     for trace in traces:
-        work = gpu_work(trace)
-        all_busy.append(union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy()))
-    calls = stacked(map(_calls, traces, all_busy))
+        work = select_gpu_work(trace)
+        all_busy.append(merge_intervals(work["start_ns"].to_numpy(), work["end_ns"].to_numpy()))
+    calls = concatenate_by_trace(map(_list_calls, traces, all_busy))
     if not calls.height:
         for busy in all_busy:
             yield BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None)
         return
-    calls = calls.hstack(_kinds(traces, calls))
-    keys = [TRACE, "kind", "call", "op", "frame", "stack", "lane"]
+    calls = calls.hstack(_classify_calls(traces, calls))
+    keys = [TRACE_COLUMN, "kind", "call", "op", "frame", "stack", "lane"]
     summed = (
         calls.group_by(keys, maintain_order=True)
         .agg(
@@ -117,41 +130,43 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
             pl.col("blocked_ns").max().alias("max_ns"),
             *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()) for name in _TIMES),
         )
-        .sort([pl.col(TRACE), pl.col("kind") == "python", pl.col("blocked_ns")],
+        .sort([pl.col(TRACE_COLUMN), pl.col("kind") == "python", pl.col("blocked_ns")],
               descending=[False, False, True], maintain_order=True)
-        .with_columns(site=pl.int_range(pl.len(), dtype=pl.UInt32).over(TRACE))
+        .with_columns(site=pl.int_range(pl.len(), dtype=pl.UInt32).over(TRACE_COLUMN))
     )  # fmt: skip
     calls = calls.join(summed[[*keys, "site"]], on=keys, how="left", nulls_equal=True, maintain_order="left")
-    spread = per_step(calls, [TRACE, "site"], ["blocked_ns"], stacked(map(whole_steps, traces)))
-    sites = summed.join(spread, on=[TRACE, "site"], how="left", maintain_order="left")
-    for of_sites, of_calls, busy in zip(
-        unstacked(sites, traces, SITES), unstacked(calls, traces, CALLS), all_busy, strict=True
+    spread = summarize_per_step(
+        calls, [TRACE_COLUMN, "site"], ["blocked_ns"], concatenate_by_trace(map(select_whole_steps, traces))
+    )
+    sites = summed.join(spread, on=[TRACE_COLUMN, "site"], how="left", maintain_order="left")
+    for trace_sites, trace_calls, busy in zip(
+        split_by_trace(sites, traces, SITES), split_by_trace(calls, traces, CALLS), all_busy, strict=True
     ):
-        idle = int(of_calls["idle_after_ns"].sum()) if busy.start.size else None
-        yield BlockingCalls(of_sites, of_calls, int(of_calls["blocked_ns"].sum()), idle)
+        idle = int(trace_calls["idle_after_ns"].sum()) if busy.start.size else None
+        yield BlockingCalls(trace_sites, trace_calls, int(trace_calls["blocked_ns"].sum()), idle)
 
 
-def _kinds(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
+def _classify_calls(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
     """What kind of wait each call is (`KINDS`), and whether it copies from or to pageable memory: kind, pageable."""
-    copied = _copies(traces, calls)
+    copied = _find_call_copies(traces, calls)
     kind_of = {
-        call: next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
+        call: next((kind for kind, pattern in _KIND_BY_CALL if pattern.search(call)), "other")
         for call in calls["call"].unique()
     }
-    by_call = calls["call"].replace_strict(kind_of, return_dtype=pl.String)
+    call_kind = calls["call"].replace_strict(kind_of, return_dtype=pl.String)
     kind = (
         pl.when("python")
         .then(pl.lit("python"))
         .when("starting")
         .then(pl.lit("module_load"))
-        .when((by_call == "allocation") | (by_call == "module_load"))
-        .then(by_call)
-        .otherwise(pl.coalesce("by_op", copied["way"], by_call))
+        .when((call_kind == "allocation") | (call_kind == "module_load"))
+        .then(call_kind)
+        .otherwise(pl.coalesce("by_op", copied["way"], call_kind))
     )
     return calls.select(kind.alias("kind"), copied["pageable"])
 
 
-def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
+def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
     """Calls of the program that wait, in time order: who asks, when, and what the GPU did.
 
     Args:
@@ -162,7 +177,7 @@ def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         Columns event, lane, step, start_ns, `_TIMES`, python and starting (what the call is), by_op (the kind of wait
         by the operators around it), call, op, frame and stack as in `SITES`.
     """
-    tree = forest(trace)
+    tree = build_forest(trace)
     waits = classify_events(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)
     waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
@@ -170,26 +185,28 @@ def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
     # Kind, call, op path, frame and stack of each call, worked out once per distinct path
     used, path_index = np.unique(folded.node[rows], return_inverse=True)
-    by_path, of_program = [], []
+    path_rows, is_program = [], []
     for path in folded.paths(used) if used.size else ():  # from the thread down
-        names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
-        above = [(name, NODE_KINDS[int(folded.kind[at])]) for name, at in zip(names[:-1], path[1:-1], strict=True)]
-        ops = [name for name, kind in above if kind == "op"]
-        frames = [name for name, kind in above if kind == "python" and is_users(name)]
-        by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
-        stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
-        by_path.append((by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
-        of_program.append(not frames or re.search(RECORDER, frames[-1]) is None)
-    kept = np.array(of_program, dtype=np.bool_)[path_index]
-    rows, path_index = rows[kept], path_index[kept]
+        names = [str(folded.names[int(folded.label[node])]) for node in path[1:]]
+        ancestors = [
+            (name, NODE_KINDS[int(folded.kind[node])]) for name, node in zip(names[:-1], path[1:-1], strict=True)
+        ]
+        ops = [name for name, kind in ancestors if kind == "op"]
+        frames = [name for name, kind in ancestors if kind == "python" and is_user_frame(name)]
+        op_kind = next((kind for kind, pattern in _KIND_BY_OP if any(pattern.search(op) for op in ops)), None)
+        stack = "\n".join(frames[-_MAX_STACK_DEPTH:]) or None
+        path_rows.append((op_kind, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
+        is_program.append(not frames or re.search(RECORDER_FRAME_PATTERN, frames[-1]) is None)
+    in_program = np.array(is_program, dtype=np.bool_)[path_index]
+    rows, path_index = rows[in_program], path_index[in_program]
     paths = pl.DataFrame(
-        by_path, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
+        path_rows, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
     )
     row = tree.row[rows]
     start, end, lane = tree.start_ns[rows], tree.end_ns[rows], tree.lane[rows]
     times: dict[str, Ints | pl.Series] = {"blocked_ns": end - start}
     if busy.start.size and rows.size:
-        covered = coverage(busy, start, end)
+        covered = compute_coverage(busy, start, end)
         order = np.lexsort((start, lane))
         same = lane[order][1:] == lane[order][:-1]
         next_call = np.full(lane.size, np.iinfo(np.int64).max)
@@ -205,16 +222,16 @@ def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         {
             "event": row,
             "lane": lane,
-            "step": to_nullable_series(column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)),
+            "step": to_nullable_series(get_event_column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)),
             "start_ns": start,
             **times,
-            "python": column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON),
-            "starting": starting_calls(trace)[row],
+            "python": get_event_column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON),
+            "starting": mark_device_setup_calls(trace)[row],
         }
     ).hstack(paths[pl.Series(path_index, dtype=pl.UInt32)])
 
 
-def _copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
+def _find_call_copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
     """Direction of the copy, and whether it is pageable, for calls that submit one or wait under the same operator.
 
     A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`), which has both calls.
@@ -223,27 +240,27 @@ def _copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
     pageable = pl.any_horizontal(
         (pl.col(side) == "pageable").fill_null(False) for side in ("source_memory", "target_memory")
     )
-    copies = stacked(trace.copies for trace in traces)
+    copies = concatenate_by_trace(trace.copies for trace in traces)
     submitted = copies.select(
-        TRACE,
-        of_events(traces, copies, "event", "launch"),
-        of_events(traces, copies, "event", "op"),
+        TRACE_COLUMN,
+        gather_event_column(traces, copies, "event", "launch"),
+        gather_event_column(traces, copies, "event", "op"),
         way=pl.col("kind").replace_strict(to, default=None),
         pageable=pageable,
     ).drop_nulls("launch")
-    rows = calls[[TRACE, "event"]].with_columns(of_events(traces, calls, "event", "op"))
-    own = rows.join(
-        submitted.unique([TRACE, "launch"]),
-        left_on=[TRACE, "event"],
-        right_on=[TRACE, "launch"],
+    rows = calls[[TRACE_COLUMN, "event"]].with_columns(gather_event_column(traces, calls, "event", "op"))
+    call_matches = rows.join(
+        submitted.unique([TRACE_COLUMN, "launch"]),
+        left_on=[TRACE_COLUMN, "event"],
+        right_on=[TRACE_COLUMN, "launch"],
         how="left",
         maintain_order="left",
     )
-    by_op = submitted.drop("launch").drop_nulls("op").unique([TRACE, "op"], keep="last")
-    beside = rows.join(by_op, on=[TRACE, "op"], how="left", maintain_order="left")
+    op_copies = submitted.drop("launch").drop_nulls("op").unique([TRACE_COLUMN, "op"], keep="last")
+    op_matches = rows.join(op_copies, on=[TRACE_COLUMN, "op"], how="left", maintain_order="left")
     return pl.DataFrame(
         {
-            "way": own.select(pl.coalesce("way", beside["way"])).to_series(),
-            "pageable": own["pageable"].fill_null(False) | beside["pageable"].fill_null(False),
+            "way": call_matches.select(pl.coalesce("way", op_matches["way"])).to_series(),
+            "pageable": call_matches["pageable"].fill_null(False) | op_matches["pageable"].fill_null(False),
         }
     )

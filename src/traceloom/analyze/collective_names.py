@@ -7,14 +7,14 @@ from functools import lru_cache
 
 import polars as pl
 
-from traceloom.graph.communication import whole_list
-from traceloom.trace.batch import TRACE, of_events, stacked
+from traceloom.graph.communication import parse_number_list
+from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, gather_event_column
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import ANNOTATION, COLLECTIVE
 
 # NCCL and RCCL compile few kernels and let each run the other algorithms and protocols through a table of functions:
 # `..._RING_LL` is launched for LL128 and SIMPLE too, and since 2.19 `RING` also for NVLS, CollNet and PAT.
-_ENTRY = r"(?i)nccl(dev)?kernel_|nccl\w*(ring|tree|collnet)\w*kernel|rcclgenerickernel"
+_ENTRY_KERNEL = r"(?i)nccl(dev)?kernel_|nccl\w*(ring|tree|collnet)\w*kernel|rcclgenerickernel"
 _SYMMETRIC = r"(?i)ncclSymk?DevKernel"
 
 # First match wins; names in upper case.
@@ -40,35 +40,35 @@ _PROTOCOLS = (
 _OLD_SIMPLE = r"(?i)^nccl[A-Za-z]+(ring|tree)kernel_"
 
 
-def with_names(kernels: pl.DataFrame) -> pl.DataFrame:
+def add_algorithms(kernels: pl.DataFrame) -> pl.DataFrame:
     """Add `algorithm`, `protocol` and `name_certain` to rows with a column `name`.
 
     `name_certain` is False where the library launches a kernel of this name for other algorithms and protocols too,
     null where the name says neither.
     """
-    parsed = _parsed(tuple(kernels["name"].unique().sort().to_list()))
+    parsed = _parse_kernel_names(tuple(kernels["name"].unique().sort().to_list()))
     return kernels.join(parsed, on="name", how="left", maintain_order="left")
 
 
 @lru_cache(maxsize=8)
-def _parsed(kernel_names: tuple[str, ...]) -> pl.DataFrame:
+def _parse_kernel_names(kernel_names: tuple[str, ...]) -> pl.DataFrame:
     """name, algorithm, protocol, name_certain; remembered, since the next rank mostly runs the same kernels."""
     names = pl.DataFrame({"name": kernel_names}, schema={"name": pl.String})
     names = names.with_columns(pl.col("name").str.to_uppercase().alias("upper"))
     # Arguments of the function say nothing, and may hold any word.
     upper = pl.col("upper").str.replace(r"\(.*$", "")
-    algorithm = _first(_ALGORITHMS, upper)
+    algorithm = _match_first(_ALGORITHMS, upper)
     protocol = pl.coalesce(
-        _first(_PROTOCOLS, upper), pl.when(pl.col("name").str.contains(_OLD_SIMPLE)).then(pl.lit("SIMPLE"))
+        _match_first(_PROTOCOLS, upper), pl.when(pl.col("name").str.contains(_OLD_SIMPLE)).then(pl.lit("SIMPLE"))
     )
     return names.select("name", algorithm.alias("algorithm"), protocol.alias("protocol")).with_columns(
         pl.when(pl.col("algorithm").is_not_null() | pl.col("protocol").is_not_null())
-        .then(~pl.col("name").str.contains(_ENTRY) | pl.col("name").str.contains(_SYMMETRIC))
+        .then(~pl.col("name").str.contains(_ENTRY_KERNEL) | pl.col("name").str.contains(_SYMMETRIC))
         .alias("name_certain")
     )
 
 
-def _first(table: tuple[tuple[str, str], ...], text: pl.Expr) -> pl.Expr:
+def _match_first(table: tuple[tuple[str, str], ...], text: pl.Expr) -> pl.Expr:
     return pl.coalesce(pl.when(text.str.contains(pattern)).then(pl.lit(word)) for word, pattern in table)
 
 
@@ -90,10 +90,10 @@ BACKENDS = {
 }
 
 
-def backend_of(rule: str, *, amd: pl.Series) -> pl.Expr:
+def derive_backend(rule: str, *, amd: pl.Series) -> pl.Expr:
     """The backend by the column of the rule; NCCL's kernels on a device of AMD (shape (rows,)) are RCCL's."""
-    named = pl.col(rule).replace_strict(BACKENDS, default=pl.col(rule), return_dtype=pl.String)
-    return pl.when(amd & (named == "nccl")).then(pl.lit("rccl")).otherwise(named)
+    backend = pl.col(rule).replace_strict(BACKENDS, default=pl.col(rule), return_dtype=pl.String)
+    return pl.when(amd & (backend == "nccl")).then(pl.lit("rccl")).otherwise(backend)
 
 
 # First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
@@ -115,7 +115,7 @@ KERNEL_KINDS = (
 )
 
 # C++ types, as annotations have them, with the names that recorded arguments use.
-_TYPES = {
+_TYPE_NAMES = {
     "float": "Float",
     "double": "Double",
     "int": "Int",
@@ -131,11 +131,11 @@ _TYPES = {
 }
 
 # The tensor at hand is smaller than the message by a factor that the call does not show.
-_SIZE_UNSEEN = ("all_gather", "gather")
+_KINDS_WITHOUT_SIZE = ("all_gather", "gather")
 
 
 @lru_cache(maxsize=8)
-def kinds_of_kernels(kernel_names: tuple[str, ...]) -> pl.DataFrame:
+def derive_collective_kinds(kernel_names: tuple[str, ...]) -> pl.DataFrame:
     """name, kind: that of a collective by the name of its kernel, null where it does not tell.
 
     Remembered, since the next rank mostly runs the same kernels.
@@ -153,31 +153,31 @@ def describe_collectives(traces: Sequence[Trace]) -> pl.DataFrame:
     out; null where that is not known.
     """
     incoming, outgoing = pl.col("in_bytes"), pl.col("out_bytes")
-    alone = pl.when(~pl.col("kind").is_in(_SIZE_UNSEEN)).then(incoming)
+    fallback_bytes = pl.when(~pl.col("kind").is_in(_KINDS_WITHOUT_SIZE)).then(incoming)
     larger = pl.when(incoming.is_not_null() & outgoing.is_not_null()).then(pl.max_horizontal(incoming, outgoing))
     return (
-        stacked(trace.collectives for trace in traces)
+        concatenate_by_trace(trace.collectives for trace in traces)
         .select(
-            TRACE,
+            TRACE_COLUMN,
             "event",
             "kind",
             "group",
             "group_size",
-            whole_list("ranks", pl.Int32).alias("members"),
+            parse_number_list("ranks", pl.Int32).alias("members"),
             "sequence",
-            pl.col("element_type").str.strip_prefix("c10::").replace(_TYPES),
+            pl.col("element_type").str.strip_prefix("c10::").replace(_TYPE_NAMES),
             "in_bytes",
             "out_bytes",
             "peer",
-            whole_list("in_splits", pl.Int64),
-            whole_list("out_splits", pl.Int64),
-            pl.coalesce(larger, outgoing, alone).alias("bytes"),
+            parse_number_list("in_splits", pl.Int64),
+            parse_number_list("out_splits", pl.Int64),
+            pl.coalesce(larger, outgoing, fallback_bytes).alias("bytes"),
         )
-        .unique([TRACE, "event"], keep="first", maintain_order=True)
+        .unique([TRACE_COLUMN, "event"], keep="first", maintain_order=True)
     )
 
 
-def host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.DataFrame:
+def find_host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.DataFrame:
     """Calls of communication back ends on host threads (`gloo:all_reduce`), the outermost of nested ones.
 
     Args:
@@ -187,18 +187,21 @@ def host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.DataFrame
     Returns:
         The columns of `arguments` (what the call itself does not say comes from the op around it), start_ns, end_ns.
     """
-    spans = [of_events(traces, arguments, "event", name) for name in ("category", "parent", "start_ns", "duration_ns")]
-    own = arguments.hstack(spans).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
-    outer = own.select(TRACE, parent="event")
-    own = own.join(outer, on=[TRACE, "parent"], how="anti", maintain_order="left")
-    keys = [TRACE, "event"]
-    above = own[[TRACE, "parent"]].join(
-        arguments, left_on=[TRACE, "parent"], right_on=keys, how="left", maintain_order="left"
+    spans = [
+        gather_event_column(traces, arguments, "event", name)
+        for name in ("category", "parent", "start_ns", "duration_ns")
+    ]
+    host_calls = arguments.hstack(spans).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
+    outer = host_calls.select(TRACE_COLUMN, parent="event")
+    host_calls = host_calls.join(outer, on=[TRACE_COLUMN, "parent"], how="anti", maintain_order="left")
+    keys = [TRACE_COLUMN, "event"]
+    parents = host_calls[[TRACE_COLUMN, "parent"]].join(
+        arguments, left_on=[TRACE_COLUMN, "parent"], right_on=keys, how="left", maintain_order="left"
     )
     fields = [name for name in arguments.columns if name not in keys]
-    return own.select(
+    return host_calls.select(
         *keys,
-        *(pl.coalesce(pl.col(name), above[name]).alias(name) for name in fields),
+        *(pl.coalesce(pl.col(name), parents[name]).alias(name) for name in fields),
         "start_ns",
         (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),
     )

@@ -9,35 +9,42 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.bandwidth import with_peaks, with_sizes
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.bandwidth import add_link_peaks, add_sizes
 from traceloom.analyze.collective_names import (
-    backend_of,
+    add_algorithms,
+    derive_backend,
+    derive_collective_kinds,
     describe_collectives,
-    host_calls,
-    kinds_of_kernels,
-    with_names,
+    find_host_calls,
 )
-from traceloom.analyze.gpu_work import stream_waits
+from traceloom.analyze.gpu_work import find_stream_waits
 from traceloom.analyze.host_events import (
     BACKWARD,
     FORWARD,
     LOADING,
     OPTIMIZER,
     PHASES,
-    blocking_calls,
     classify_events,
-    is_communication_scope,
+    mark_blocking_calls,
+    mark_communication_scopes,
 )
-from traceloom.analyze.intervals import EMPTY, Spans, coverage, difference, union
-from traceloom.analyze.kernel_rules import Rule, gpu_work
-from traceloom.analyze.steps import contains, durations, per_step, whole_steps
+from traceloom.analyze.intervals import EMPTY_SPANS, Spans, compute_coverage, merge_intervals, subtract_spans
+from traceloom.analyze.kernel_rules import Rule, select_gpu_work
+from traceloom.analyze.steps import contains, select_whole_steps, summarize_durations, summarize_per_step
 from traceloom.errors import InputError
-from traceloom.formats.arguments import read_event_texts, readable
+from traceloom.formats.arguments import can_reread_events, read_event_texts
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, row_numbers
-from traceloom.trace.batch import TRACE, of_each, of_events, per_trace, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import build_event_column, get_event_column
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
@@ -50,11 +57,11 @@ FIELDS = (
 """What the file can say of a collective."""
 
 _OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
-_OF_AMD = re.compile(r"\bMI\d|AMD|Radeon", re.IGNORECASE)
-_LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
+_AMD_DEVICE = re.compile(r"\bMI\d|AMD|Radeon", re.IGNORECASE)
+_MAX_LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
 
 
-def communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+def list_communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     """Communication of a trace, kernels first, each by start.
 
     Returns:
@@ -63,42 +70,44 @@ def communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFram
         `FIELDS`.
     """
     rules = tuple(rules)
-    return _calls([trace], rules)[0] if rules else _calls_by_default_rules(trace)
+    return _collect_calls([trace], rules)[0] if rules else _calls_by_default_rules(trace)
 
 
-def sum_or_null(column: str) -> pl.Expr:
+def add_up_or_null(column: str) -> pl.Expr:
     """The sum of a column; null where a value is not recorded."""
     return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum())
 
 
-def _calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> list[pl.DataFrame]:
-    kernels = stacked(gpu_work(trace, rules) for trace in traces).filter(pl.col("category") == "communication")
+def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> list[pl.DataFrame]:
+    kernels = concatenate_by_trace(select_gpu_work(trace, rules) for trace in traces).filter(
+        pl.col("category") == "communication"
+    )
     descriptions = describe_collectives(traces)
-    on_host = host_calls(traces, descriptions)
-    own = list(zip(traces, unstacked(kernels, traces), unstacked(on_host, traces), strict=True))
-    annotations = pl.concat([row_numbers(_annotations(*each)) for each in own])
+    on_host = find_host_calls(traces, descriptions)
+    rows_by_trace = list(zip(traces, split_by_trace(kernels, traces), split_by_trace(on_host, traces), strict=True))
+    annotations = pl.concat([build_event_column(_find_annotations(*trace_rows)) for trace_rows in rows_by_trace])
     # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
     sources = []
-    keys = [TRACE, "event"]
+    keys = [TRACE_COLUMN, "event"]
     for events, descriptions_of in (
         (kernels["event"], descriptions),
         (kernels["op"], descriptions),
         (annotations, on_host),
     ):
         # sizes only where the event comes once, or they would count several times
-        rows = pl.DataFrame([kernels[TRACE], events.alias("event")])
+        rows = pl.DataFrame([kernels[TRACE_COLUMN], events.alias("event")])
         joined = rows.with_columns(once=pl.struct(keys).is_unique() & pl.col("event").is_not_null())
         joined = joined.join(descriptions_of, on=keys, how="left", maintain_order="left")
         sources.append(joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES))
-    by_name = kinds_of_kernels(tuple(kernels["name"].unique().sort().to_list()))
-    sources.append(kernels[["name"]].join(by_name, on="name", how="left", maintain_order="left"))
-    amd = pl.Series([_of_amd(trace) for trace in traces], dtype=pl.Boolean)[kernels[TRACE]]
+    name_kinds = derive_collective_kinds(tuple(kernels["name"].unique().sort().to_list()))
+    sources.append(kernels[["name"]].join(name_kinds, on="name", how="left", maintain_order="left"))
+    amd = pl.Series([_is_amd(trace) for trace in traces], dtype=pl.Boolean)[kernels[TRACE_COLUMN]]
     kernels = kernels.with_columns(
         *(pl.coalesce(*(source[name] for source in sources if name in source)).alias(name) for name in FIELDS),
-        backend_of("rule", amd=amd).alias("backend"),
+        derive_backend("rule", amd=amd).alias("backend"),
     )
-    others_ns = np.concatenate([_others_ns(trace, calls) for trace, _, calls in own])
-    names = of_events(traces, on_host, "event", "name").alias("name")
+    others_ns = np.concatenate([_compute_nested_ns(trace, calls) for trace, _, calls in rows_by_trace])
+    names = gather_event_column(traces, on_host, "event", "name").alias("name")
     hosted = on_host.with_columns(
         names,
         pl.lit(None, pl.UInt32).alias("launch"),
@@ -108,60 +117,63 @@ def _calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> list[pl.Dat
         backend=pl.lit(names).str.extract(r"^(\w+):").str.to_lowercase(),
         end_ns=pl.col("end_ns") - pl.Series(others_ns, dtype=pl.Int64),
     )
-    calls = pl.concat([_placed(traces, kernels, "device"), _placed(traces, hosted, "host")])
-    return unstacked(calls.sort(TRACE, maintain_order=True), traces)
+    calls = pl.concat([_add_step_and_phase(traces, kernels, "device"), _add_step_and_phase(traces, hosted, "host")])
+    return split_by_trace(calls.sort(TRACE_COLUMN, maintain_order=True), traces)
 
 
-def _of_amd(trace: Trace) -> bool:
+def _is_amd(trace: Trace) -> bool:
     """Whether the devices of a trace are AMD's."""
     return any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or any(
-        _OF_AMD.search(name or "") is not None for name in trace.devices["name"]
+        _AMD_DEVICE.search(name or "") is not None for name in trace.devices["name"]
     )
 
 
-def _annotations(trace: Trace, kernels: pl.DataFrame, on_host: pl.DataFrame) -> Ints:
+def _find_annotations(trace: Trace, kernels: pl.DataFrame, on_host: pl.DataFrame) -> Ints:
     """The annotation (`nccl:all_to_all`) around the launch of each kernel, within a few levels; -1 for none."""
-    around = np.full(kernels.height, -1)
+    annotation = np.full(kernels.height, -1)
     if on_host.height and kernels.height:
-        above = kernels["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
-        parent, is_call = column(trace, "parent", -1), np.zeros(trace.events.height + 1, dtype=np.bool_)
+        ancestor = kernels["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+        parent, is_call = get_event_column(trace, "parent", -1), np.zeros(trace.events.height + 1, dtype=np.bool_)
         is_call[on_host["event"].to_numpy()] = True
-        for _ in range(_LEVELS):
-            above = np.where(above >= 0, parent[above], -1)
-            around = np.where((around < 0) & is_call[above], above, around)
-    return around
+        for _ in range(_MAX_LEVELS):
+            ancestor = np.where(ancestor >= 0, parent[ancestor], -1)
+            annotation = np.where((annotation < 0) & is_call[ancestor], ancestor, annotation)
+    return annotation
 
 
-def _others_ns(trace: Trace, on_host: pl.DataFrame) -> Ints:
+def _compute_nested_ns(trace: Trace, on_host: pl.DataFrame) -> Ints:
     """How much longer each call takes because it is a region around other parts of the step."""
-    if not on_host.height or not is_communication_scope(trace).any():
+    if not on_host.height or not mark_communication_scopes(trace).any():
         return np.zeros(on_host.height, dtype=np.int64)
-    tree = forest(trace)
+    tree = build_forest(trace)
     part = tree.topmost(np.isin(classify_events(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
-    at = tree.position[on_host["event"].to_numpy()]
+    positions = tree.position[on_host["event"].to_numpy()]
     inside_ns = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
-    return np.where(is_communication_scope(trace)[at] & ~part[at], inside_ns[at], 0)
+    return np.where(mark_communication_scopes(trace)[positions] & ~part[positions], inside_ns[positions], 0)
 
 
-def _placed(traces: Sequence[Trace], rows: pl.DataFrame, where: str) -> pl.DataFrame:
+def _add_step_and_phase(traces: Sequence[Trace], rows: pl.DataFrame, where: str) -> pl.DataFrame:
     """With step and phase: of the kernel's launch, or of the call itself."""
-    members = stacked(trace.groups.select("group", of_group="ranks", of_size="size") for trace in traces)
+    members = concatenate_by_trace(trace.groups.select("group", of_group="ranks", of_size="size") for trace in traces)
     grouped = rows.join(
-        members.unique([TRACE, "group"], keep="first"), on=[TRACE, "group"], how="left", maintain_order="left"
+        members.unique([TRACE_COLUMN, "group"], keep="first"),
+        on=[TRACE_COLUMN, "group"],
+        how="left",
+        maintain_order="left",
     )
     members_of = pl.coalesce("members", "of_group")
     size = pl.coalesce("group_size", "of_size", members_of.list.len().cast(pl.Int32))
-    sources = unstacked(rows.select(TRACE, event=pl.coalesce("launch", "op", "event")), traces)
+    sources = split_by_trace(rows.select(TRACE_COLUMN, event=pl.coalesce("launch", "op", "event")), traces)
     return grouped.select(
-        TRACE,
+        TRACE_COLUMN,
         pl.lit(where, WhereType).alias("where"),
         "event",
         "name",
         "backend",
         "device",
         "stream",
-        of_events(traces, rows, "event", "step"),
-        pl.concat([_phases(trace, source["event"]) for trace, source in zip(traces, sources, strict=True)]),
+        gather_event_column(traces, rows, "event", "step"),
+        pl.concat([_find_phases(trace, source["event"]) for trace, source in zip(traces, sources, strict=True)]),
         "start_ns",
         "end_ns",
         "launch",
@@ -169,33 +181,33 @@ def _placed(traces: Sequence[Trace], rows: pl.DataFrame, where: str) -> pl.DataF
     )
 
 
-def _phases(trace: Trace, events: pl.Series) -> pl.Series:
+def _find_phases(trace: Trace, events: pl.Series) -> pl.Series:
     """Forward, backward or optimizer, where something around the event says so, or where a call that is alone on its
     thread begins while the backward pass runs on another; null elsewhere.
     """
     none = pl.Series("phase", [None] * events.len(), dtype=PhaseType)
-    tree = forest(trace)
+    tree = build_forest(trace)
     if not events.len() or not tree.row.size:
         return none
     phase_of = classify_events(trace).phase
     rows = events.cast(pl.Int64).fill_null(-1).to_numpy()
-    at = np.where(rows >= 0, tree.position[rows], -1)
+    positions = np.where(rows >= 0, tree.position[rows], -1)
     phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
     nearest = tree.nearest_or_self(phased)
-    source = np.where(at >= 0, nearest[np.maximum(at, 0)], -1)
+    source = np.where(positions >= 0, nearest[np.maximum(positions, 0)], -1)
     # gloo's calls stand alone on threads of their own: their phase is what autograd's thread does meanwhile
-    alone = np.flatnonzero((at >= 0) & (source < 0) & (tree.parent[np.maximum(at, 0)] < 0))
+    standalone = np.flatnonzero((positions >= 0) & (source < 0) & (tree.parent[np.maximum(positions, 0)] < 0))
     codes = np.where(source >= 0, phase_of[np.maximum(source, 0)], len(PHASES))
     backward = np.flatnonzero((phase_of == BACKWARD) & (tree.parent < 0))
-    if alone.size and backward.size:
-        spans = union(tree.start_ns[backward], tree.end_ns[backward])
-        codes[alone[contains(spans, tree.start_ns[at[alone]])]] = BACKWARD
+    if standalone.size and backward.size:
+        spans = merge_intervals(tree.start_ns[backward], tree.end_ns[backward])
+        codes[standalone[contains(spans, tree.start_ns[positions[standalone]])]] = BACKWARD
     return pl.Series([*PHASES, None], dtype=PhaseType)[codes].alias("phase")
 
 
-_calls_by_default_rules = per_trace(of_each(_calls))
+_calls_by_default_rules = cache_per_trace(run_in_batches(_collect_calls))
 
-CALL_SCHEMA = schema(
+CALL_SCHEMA = build_schema(
     "rank event where device stream step phase start_ns duration_ns kind backend name group",
     "group_size members sequence peer element_type in_bytes out_bytes in_splits out_splits",
     "size_bytes bus_factor algorithm_gb_per_s bus_gb_per_s link link_peak_gb_per_s link_fraction",
@@ -204,20 +216,20 @@ CALL_SCHEMA = schema(
     {"in_splits": pl.List(pl.Int64()), "out_splits": pl.List(pl.Int64())},
 )
 SUMMARY_KEYS = ("where", "kind", "group", "group_size", "size_bytes")
-SUMMARY_SCHEMA = schema(
+SUMMARY_SCHEMA = build_schema(
     *SUMMARY_KEYS,
     "count total_ns min_ns median_ns max_ns bus_gb_per_s best_bus_gb_per_s link_fraction",
     "exposed_ns blocking_ns mean_total_ns min_total_ns max_total_ns mean_call_count step_count",
     {"where": WhereType},
 )
 
-_SUBMITS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host calls only submit kernels
+_SUBMITTING_BACKENDS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host calls only submit kernels
 # Work that was ready starts this soon after what it waited for; later, something else held it back.
-_PROMPT_NS = 30_000
+_MAX_START_DELAY_NS = 30_000
 # A host call that waits for a stream returns this soon after the stream's work is done.
-_RETURN_NS = 100_000
+_MAX_RETURN_DELAY_NS = 100_000
 _GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d{1,18})')
-_MOST_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
+_MAX_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
 
 
 @dataclass(frozen=True)
@@ -248,18 +260,18 @@ def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: floa
         peak_gb_per_s: Peak of the link of one device in one direction, for groups of which it is not known.
     """
     if peak_gb_per_s is None and not rules:
-        return _summed(trace)
-    return next(iter(_collectives([trace], _rows([trace], tuple(rules), peak_gb_per_s))))
+        return _summarize_by_default_rules(trace)
+    return next(iter(_summarize_collectives([trace], _build_call_rows([trace], tuple(rules), peak_gb_per_s))))
 
 
-@of_each
-def _summed(traces: Sequence[Trace]) -> Iterable[Collectives]:
-    return _collectives(traces, [_without_rules(trace) for trace in traces])
+@run_in_batches
+def _summarize_by_default_rules(traces: Sequence[Trace]) -> Iterable[Collectives]:
+    return _summarize_collectives(traces, [_rows_by_default_rules(trace) for trace in traces])
 
 
-def _collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iterable[Collectives]:
-    rows = stacked(calls)
-    keys = [TRACE, *SUMMARY_KEYS]
+def _summarize_collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iterable[Collectives]:
+    rows = concatenate_by_trace(calls)
+    keys = [TRACE_COLUMN, *SUMMARY_KEYS]
     duration = pl.col("duration_ns")
     sums = rows.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
@@ -270,90 +282,98 @@ def _collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iter
         pl.col("bus_gb_per_s").median(),
         pl.col("bus_gb_per_s").max().alias("best_bus_gb_per_s"),
         pl.col("link_fraction").median(),
-        sum_or_null("exposed_ns"),
-        sum_or_null("blocking_ns"),
+        add_up_or_null("exposed_ns"),
+        add_up_or_null("blocking_ns"),
     )
     counted = rows.select(*keys, "step", duration.alias("total_ns"), pl.lit(1, pl.Int64).alias("call_count"))
-    spread = per_step(counted, keys, ["total_ns", "call_count"], stacked(map(whole_steps, traces)))
-    summary = sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left").sort(
-        TRACE, "total_ns", "kind", "size_bytes", descending=[False, True, False, False], nulls_last=True
+    spread = summarize_per_step(
+        counted, keys, ["total_ns", "call_count"], concatenate_by_trace(map(select_whole_steps, traces))
     )
-    return map(Collectives, calls, unstacked(summary, traces, SUMMARY_SCHEMA))
+    summary = sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left").sort(
+        TRACE_COLUMN, "total_ns", "kind", "size_bytes", descending=[False, True, False, False], nulls_last=True
+    )
+    return map(Collectives, calls, split_by_trace(summary, traces, SUMMARY_SCHEMA))
 
 
 def collectives_of(session: Session) -> pl.DataFrame:
     """The calls of all traces of a session in one frame, with `trace` (its place in `session.traces`) before them."""
     return pl.concat(
         [
-            _without_rules(trace).select(pl.lit(number, pl.Int64).alias("trace"), pl.all())
+            _rows_by_default_rules(trace).select(pl.lit(number, pl.Int64).alias("trace"), pl.all())
             for number, trace in enumerate(session.traces)
         ]
     )
 
 
-def _rows(
+def _build_call_rows(
     traces: Sequence[Trace], rules: tuple[Rule, ...] = (), peak_gb_per_s: float | None = None
 ) -> list[pl.DataFrame]:
-    calls = stacked(communication_calls(trace, rules) for trace in traces)
+    calls = concatenate_by_trace(list_communication_calls(trace, rules) for trace in traces)
     # where kernels communicate, host calls that only submit them communicate nothing themselves
     on_device = pl.col("where") == "device"
-    calls = calls.filter(on_device | ~on_device.any().over(TRACE) | ~pl.col("backend").is_in(_SUBMITS))
+    calls = calls.filter(
+        on_device | ~on_device.any().over(TRACE_COLUMN) | ~pl.col("backend").is_in(_SUBMITTING_BACKENDS)
+    )
     if not calls.height:
         return [CALL_SCHEMA.to_frame() for _ in traces]
     duration = pl.col("end_ns") - pl.col("start_ns")
-    submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITS)  # its duration is not the transfer's
+    submits = (pl.col("where") == "host") & pl.col("backend").is_in(
+        _SUBMITTING_BACKENDS
+    )  # its duration is not the transfer's
     # bytes per ns are 10^9 bytes per second
     rate = pl.when(duration > 0, ~submits).then(pl.col("size_bytes") / duration)
-    calls = with_sizes(_with_channels(with_names(calls), traces)).with_columns(
+    calls = add_sizes(_add_channels(add_algorithms(calls), traces)).with_columns(
         rate.alias("algorithm_gb_per_s"), (rate * pl.col("bus_factor")).alias("bus_gb_per_s")
     )
-    calls = with_peaks(calls, traces, peak_gb_per_s)
+    calls = add_link_peaks(calls, traces, peak_gb_per_s)
     kernels = calls.filter(on_device)
     # Communication that compute does not hide, and the part of it that the next compute really waited for
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
-    work = stacked(gpu_work(trace, rules) for trace in traces)
-    columns = [TRACE, "event", "device", "stream", "start_ns", "end_ns", "launch"]
+    work = concatenate_by_trace(select_gpu_work(trace, rules) for trace in traces)
+    columns = [TRACE_COLUMN, "event", "device", "stream", "start_ns", "end_ns", "launch"]
     compute = work.filter(pl.col("category") == "compute")[columns]
-    of_device = compute.partition_by(TRACE, "device", as_dict=True)
-    for part in kernels.with_row_index("row").partition_by(TRACE, "device"):
+    device_compute = compute.partition_by(TRACE_COLUMN, "device", as_dict=True)
+    for part in kernels.with_row_index("row").partition_by(TRACE_COLUMN, "device"):
         row = part["row"].to_numpy()
-        number, device = part[[TRACE, "device"]].row(0)
-        beside = of_device.get((number, device))
+        number, device = part[[TRACE_COLUMN, "device"]].row(0)
+        concurrent = device_compute.get((number, device))
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
-        if beside is None:
+        if concurrent is None:
             exposed_ns[row] = end - start
             continue
-        spans = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
-        exposed_ns[row] = end - start - coverage(spans, start, end)
-        blocking_ns[row] = _blocking(traces[number], part, beside, spans)
-    times = kernels[[TRACE, "event"]].hstack(
+        spans = merge_intervals(concurrent["start_ns"].to_numpy(), concurrent["end_ns"].to_numpy())
+        exposed_ns[row] = end - start - compute_coverage(spans, start, end)
+        blocking_ns[row] = _compute_blocking_ns(traces[number], part, concurrent, spans)
+    times = kernels[[TRACE_COLUMN, "event"]].hstack(
         [pl.Series("exposed_ns", exposed_ns), pl.Series("blocking_ns", blocking_ns)]
     )
     described = (
-        calls.join(times, on=[TRACE, "event"], how="left", maintain_order="left")
+        calls.join(times, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
         .with_columns(
-            pl.Series("rank", [trace.rank for trace in traces], dtype=pl.Int32)[calls[TRACE]],
+            pl.Series("rank", [trace.rank for trace in traces], dtype=pl.Int32)[calls[TRACE_COLUMN]],
             duration.alias("duration_ns"),
             pl.col("blocking_ns").replace(-1, None),
-            of_events(traces, calls, "launch", "start_ns").alias("launch_ns"),
+            gather_event_column(traces, calls, "launch", "start_ns").alias("launch_ns"),
         )
-        .sort(TRACE, "start_ns", "event")
+        .sort(TRACE_COLUMN, "start_ns", "event")
     )
-    return unstacked(described, traces, CALL_SCHEMA)
+    return split_by_trace(described, traces, CALL_SCHEMA)
 
 
-def _with_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
+def _add_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
     """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends and without a grid.
 
     The grid is in no column of a trace: it is read again from the file, in one pass and for the communication kernels
     alone; also null where the file is gone or above 256 MiB.
     """
-    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"])).sort(TRACE, "event")
+    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"])).sort(
+        TRACE_COLUMN, "event"
+    )
     channels: list[tuple[int, int, int]] = []
-    for number, (trace, own) in enumerate(zip(traces, unstacked(kernels, traces), strict=True)):
-        if not own.height or not readable(trace) or trace.meta.file_bytes > _MOST_BYTES:
+    for number, (trace, trace_kernels) in enumerate(zip(traces, split_by_trace(kernels, traces), strict=True)):
+        if not trace_kernels.height or not can_reread_events(trace) or trace.meta.file_bytes > _MAX_BYTES:
             continue
-        in_file = own["event"][trace.sources["offset"][own["event"]].arg_sort()]
+        in_file = trace_kernels["event"][trace.sources["offset"][trace_kernels["event"]].arg_sort()]
         try:
             for event, text in zip(in_file, read_event_texts(trace, in_file.to_numpy()), strict=False):
                 grid = _GRID.search(text)
@@ -361,50 +381,56 @@ def _with_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame
                     channels.append((number, event, min(int(grid[1]), np.iinfo(np.int32).max)))
         except (InputError, OSError):
             pass
-    table = pl.DataFrame(channels, {TRACE: pl.UInt32(), "event": pl.UInt32(), "channels": pl.Int32()}, orient="row")
-    return calls.join(table, on=[TRACE, "event"], how="left", maintain_order="left")
+    table = pl.DataFrame(
+        channels, {TRACE_COLUMN: pl.UInt32(), "event": pl.UInt32(), "channels": pl.Int32()}, orient="row"
+    )
+    return calls.join(table, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
 
 
-def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:
+def _compute_blocking_ns(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:
     """Of the exposed time at the end of each kernel, what the compute that follows waited for."""
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
-    begins = compute["start_ns"].to_numpy()
-    order = np.argsort(begins, kind="stable")
-    begins = begins[order]
-    after = np.searchsorted(begins, end, side="left")
-    exists = after < begins.size
-    following = order[np.minimum(after, begins.size - 1)]
-    ends = np.append(np.iinfo(np.int64).min, spans.end)  # of the compute that began before, if any did (or took time)
-    quiet = np.maximum(ends[np.searchsorted(spans.start, end, side="left")], start)
+    compute_starts = compute["start_ns"].to_numpy()
+    order = np.argsort(compute_starts, kind="stable")
+    compute_starts = compute_starts[order]
+    after = np.searchsorted(compute_starts, end, side="left")
+    exists = after < compute_starts.size
+    following = order[np.minimum(after, compute_starts.size - 1)]
+    compute_ends = np.append(
+        np.iinfo(np.int64).min, spans.end
+    )  # of the compute that began before, if any did (or took time)
+    quiet = np.maximum(compute_ends[np.searchsorted(spans.start, end, side="left")], start)
     open_end = quiet < end  # no compute runs when the kernel ends
-    prompt = exists & open_end & (begins[np.minimum(after, begins.size - 1)] - end <= _PROMPT_NS)
+    prompt = (
+        exists & open_end & (compute_starts[np.minimum(after, compute_starts.size - 1)] - end <= _MAX_START_DELAY_NS)
+    )
     next_event = compute["event"].to_numpy()[following].astype(np.int64)
     # several kernels may have the same next compute: it is looked up once, and in the order of rows
     different, inverse = np.unique(next_event, return_inverse=True)
-    waited = stream_waits(trace)[0][different]
+    waited = find_stream_waits(trace)[0][different]
     streams = compute["stream"].fill_null(-1).to_numpy()[following]
     same = streams == kernels["stream"].fill_null(-1).to_numpy()
     launch = compute["launch"].cast(pl.Int64).fill_null(-1).to_numpy()[following]
-    called = column(trace, "start_ns")[np.maximum(launch, 0)]
+    called = get_event_column(trace, "start_ns")[np.maximum(launch, 0)]
     waits = same | waited[inverse]
-    held = np.clip(end - np.maximum(quiet, called), 0, None)
-    by_host, since = _host_waited(trace, launch, end)
+    held_ns = np.clip(end - np.maximum(quiet, called), 0, None)
+    is_host_wait, since = _find_host_waits(trace, launch, end)
     held_by_host = np.clip(end - np.maximum(quiet, since), 0, None)
-    late = exists & open_end & ~prompt & by_host
-    blocking = np.where(prompt & waits, np.where(called <= end, held, 0), 0)
-    blocking = np.where((blocking == 0) & (prompt | late) & by_host, held_by_host, blocking)
+    late = exists & open_end & ~prompt & is_host_wait
+    blocking = np.where(prompt & waits, np.where(called <= end, held_ns, 0), 0)
+    blocking = np.where((blocking == 0) & (prompt | late) & is_host_wait, held_by_host, blocking)
     return np.where(prompt & (launch < 0), -1, blocking)
 
 
-def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
+def _find_host_waits(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
     """Whether the launching thread was in a waiting call that ended with the kernel, and since when."""
-    calls = np.flatnonzero(blocking_calls(trace))
+    calls = np.flatnonzero(mark_blocking_calls(trace))
     none = np.zeros(launch.size, dtype=np.bool_)
     if not calls.size:
         return none, end
-    lane = column(trace, "lane").astype(np.int64)
-    starts = column(trace, "start_ns")
-    backs = starts[calls] + np.maximum(column(trace, "duration_ns")[calls], 0)
+    lane = get_event_column(trace, "lane").astype(np.int64)
+    starts = get_event_column(trace, "start_ns")
+    backs = starts[calls] + np.maximum(get_event_column(trace, "duration_ns")[calls], 0)
     waited, since = none.copy(), end.copy()
     lanes = np.where(launch >= 0, lane[np.maximum(launch, 0)], -1)
     for thread in np.unique(lanes[lanes >= 0]).tolist():
@@ -414,24 +440,29 @@ def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
         on_thread = np.flatnonzero(lanes == thread)
         back = backs[lane[calls] == thread]
         order = np.argsort(back, kind="stable")
-        at = np.searchsorted(back[order], end[on_thread], side="left")
-        inside = at < back.size
-        call = order[np.minimum(at, back.size - 1)]
+        wait_index = np.searchsorted(back[order], end[on_thread], side="left")
+        is_found = wait_index < back.size
+        call = order[np.minimum(wait_index, back.size - 1)]
         begun = starts[own_calls[call]]
         launched = starts[launch[on_thread]]
-        ok = inside & (begun < end[on_thread]) & (back[call] - end[on_thread] <= _RETURN_NS) & (launched >= back[call])
+        ok = (
+            is_found
+            & (begun < end[on_thread])
+            & (back[call] - end[on_thread] <= _MAX_RETURN_DELAY_NS)
+            & (launched >= back[call])
+        )
         waited[on_thread], since[on_thread] = ok, np.where(ok, begun, end[on_thread])
     return waited, since
 
 
-_without_rules = per_trace(of_each(_rows))
+_rows_by_default_rules = cache_per_trace(run_in_batches(_build_call_rows))
 
 KEYS = ("kind", "group", "group_description", "group_size", "element_type", "where")
-COLLECTIVE_SCHEMA = schema(
+COLLECTIVE_SCHEMA = build_schema(
     "kind group group_description group_size element_type where count bytes total_ns mean_ns min_ns max_ns exposed_ns",
     {"where": WhereType},
 )
-DEVICE_SCHEMA = schema("device count total_ns union_ns exposed_ns")
+DEVICE_SCHEMA = build_schema("device count total_ns union_ns exposed_ns")
 
 
 @dataclass(frozen=True)
@@ -456,48 +487,50 @@ class Communication(Result):
 
 def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     """Add up communication kernels, and collectives that run on the host, by what they did."""
-    return _communication(trace, tuple(rules))
+    return _summarize_communication(trace, tuple(rules))
 
 
-@of_each
-def _communication(traces: Sequence[Trace], rules: tuple[Rule, ...]) -> Iterable[Communication]:
-    calls = stacked(communication_calls(trace, rules) for trace in traces)
+@run_in_batches
+def _summarize_communication(traces: Sequence[Trace], rules: tuple[Rule, ...]) -> Iterable[Communication]:
+    calls = concatenate_by_trace(list_communication_calls(trace, rules) for trace in traces)
     if not calls.height:
         return [Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame()) for _ in traces]
-    work = stacked(gpu_work(trace, rules) for trace in traces)
-    computing = work.filter(pl.col("category") == "compute")[[TRACE, "device", "start_ns", "end_ns"]]
-    by_device = computing.partition_by(TRACE, "device", as_dict=True)
-    compute = {device: _spans(part) for device, part in by_device.items()}
+    work = concatenate_by_trace(select_gpu_work(trace, rules) for trace in traces)
+    computing = work.filter(pl.col("category") == "compute")[[TRACE_COLUMN, "device", "start_ns", "end_ns"]]
+    device_parts = computing.partition_by(TRACE_COLUMN, "device", as_dict=True)
+    compute = {device: _merge_spans(part) for device, part in device_parts.items()}
     kernels = calls.filter(pl.col("where") == "device")
-    keys = [TRACE, "where", "kind", "group", "group_size", "element_type"]
+    keys = [TRACE_COLUMN, "where", "kind", "group", "group_size", "element_type"]
     exposed = []
     for part in kernels.partition_by(*keys, "device"):
         *key, device = part[[*keys, "device"]].row(0)
-        exposed.append((*key, difference(_spans(part), compute.get((key[0], device), EMPTY)).total))
-    types = {TRACE: pl.UInt32(), **{name: COLLECTIVE_SCHEMA[name] for name in (*keys[1:], "exposed_ns")}}
+        exposed.append((*key, subtract_spans(_merge_spans(part), compute.get((key[0], device), EMPTY_SPANS)).total))
+    types = {TRACE_COLUMN: pl.UInt32(), **{name: COLLECTIVE_SCHEMA[name] for name in (*keys[1:], "exposed_ns")}}
     over_devices = pl.DataFrame(exposed, schema=types, orient="row").group_by(keys).agg(pl.col("exposed_ns").sum())
     rows = []
-    for part in kernels.partition_by(TRACE, "device"):
-        number, device = part[[TRACE, "device"]].row(0)
-        spans, total = _spans(part), int((part["end_ns"] - part["start_ns"]).sum())
-        alone = difference(spans, compute.get((number, device), EMPTY))
-        rows.append((number, device, part.height, total, spans.total, alone.total))
-    devices = pl.DataFrame(rows, schema={TRACE: pl.UInt32(), **DEVICE_SCHEMA}, orient="row").sort(TRACE, "device")
+    for part in kernels.partition_by(TRACE_COLUMN, "device"):
+        number, device = part[[TRACE_COLUMN, "device"]].row(0)
+        spans, total = _merge_spans(part), int((part["end_ns"] - part["start_ns"]).sum())
+        exposed_spans = subtract_spans(spans, compute.get((number, device), EMPTY_SPANS))
+        rows.append((number, device, part.height, total, spans.total, exposed_spans.total))
+    devices = pl.DataFrame(rows, schema={TRACE_COLUMN: pl.UInt32(), **DEVICE_SCHEMA}, orient="row").sort(
+        TRACE_COLUMN, "device"
+    )
     size = pl.col("bytes")
-    described = stacked(trace.groups.select("group", group_description="description") for trace in traces)
+    described = concatenate_by_trace(trace.groups.select("group", group_description="description") for trace in traces)
     collectives = (
         calls.group_by(keys)
         .agg(
-            *durations(pl.col("end_ns") - pl.col("start_ns")),
+            *summarize_durations(pl.col("end_ns") - pl.col("start_ns")),
             pl.when(size.is_not_null().all()).then(size.sum()).alias("bytes"),
         )
-        .join(described.unique([TRACE, "group"], keep="first"), on=[TRACE, "group"], how="left")
+        .join(described.unique([TRACE_COLUMN, "group"], keep="first"), on=[TRACE_COLUMN, "group"], how="left")
         .join(over_devices, on=keys, how="left", nulls_equal=True)
-        .pipe(cast_to_schema, {TRACE: pl.UInt32(), **COLLECTIVE_SCHEMA})
-        .sort(TRACE, "total_ns", *KEYS, descending=[False, True] + [False] * len(KEYS), nulls_last=True)
+        .pipe(cast_to_schema, {TRACE_COLUMN: pl.UInt32(), **COLLECTIVE_SCHEMA})
+        .sort(TRACE_COLUMN, "total_ns", *KEYS, descending=[False, True] + [False] * len(KEYS), nulls_last=True)
     )
-    return map(Communication, unstacked(collectives, traces), unstacked(devices, traces))
+    return map(Communication, split_by_trace(collectives, traces), split_by_trace(devices, traces))
 
 
-def _spans(part: pl.DataFrame) -> Spans:
-    return union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy())
+def _merge_spans(part: pl.DataFrame) -> Spans:
+    return merge_intervals(part["start_ns"].to_numpy(), part["end_ns"].to_numpy())

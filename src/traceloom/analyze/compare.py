@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 
 from traceloom.analyze import compare_tables
 from traceloom.analyze.compare_tables import SAME
-from traceloom.analyze.compare_tree import STEPS, NameCodes, Side, Union, side
+from traceloom.analyze.compare_tree import STEPS, ComparedSide, NameCodes, TreeUnion, build_side
 from traceloom.analyze.steps import step_times
 from traceloom.errors import UsageError
 from traceloom.system import units
-from traceloom.trace.frames import Result, schema
+from traceloom.trace.frames import Result, build_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 Ints = NDArray[np.int64]
 
-CONDITIONS = schema("condition base new same weight", {"base": pl.String, "new": pl.String})
+CONDITIONS = build_schema("condition base new same weight", {"base": pl.String, "new": pl.String})
 DECISIVE, MINOR = "decisive", "minor"
 _UNKNOWN = "not recorded"
 _SETTINGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
 
 
-def conditions(base: Session, new: Session) -> pl.DataFrame:
+def compare_conditions(base: Session, new: Session) -> pl.DataFrame:
     """What both runs say of themselves.
 
     Returns:
@@ -40,13 +40,15 @@ def conditions(base: Session, new: Session) -> pl.DataFrame:
     versions = sorted({name for run in (base, new) for trace in run.traces for name in trace.meta.versions})
     rows = [
         (name, left, right, left == right, weight)
-        for (name, weight, left), (_, _, right) in zip(_stated(base, versions), _stated(new, versions), strict=True)
+        for (name, weight, left), (_, _, right) in zip(
+            _list_conditions(base, versions), _list_conditions(new, versions), strict=True
+        )
         if not left == right == _UNKNOWN
     ]
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
-def _stated(run: Session, versions: list[str]) -> Iterator[tuple[str, str, str]]:
+def _list_conditions(run: Session, versions: list[str]) -> Iterator[tuple[str, str, str]]:
     """Each condition of a run: its name, weight, and value as text."""
     names = []
     for trace in run.traces:
@@ -54,27 +56,27 @@ def _stated(run: Session, versions: list[str]) -> Iterator[tuple[str, str, str]]
         # A process that sees one device of many may call it by a number that the list does not have.
         names += (used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)).to_list()
     no_gpu = not names and not any(trace.gpu_work().height for trace in run.traces)
-    yield "device", DECISIVE, "no GPU work" if no_gpu else _distinct(names)
+    yield "device", DECISIVE, "no GPU work" if no_gpu else _format_distinct(names)
     used_counts = (str(trace.gpu_work()["device"].n_unique()) for trace in run.traces)
-    yield "devices used per process", DECISIVE, _distinct(used_counts)
+    yield "devices used per process", DECISIVE, _format_distinct(used_counts)
     yield "ranks of the job", DECISIVE, _UNKNOWN if run.world_size is None else str(run.world_size)
     yield "ranks recorded", DECISIVE, str(len(run.traces))
-    yield "whole steps", MINOR, _distinct(str(step_times(trace).count) for trace in run.traces)
-    yield "steps known by", MINOR, _distinct(step_times(trace).evidence for trace in run.traces[:1])
+    yield "whole steps", MINOR, _format_distinct(str(step_times(trace).count) for trace in run.traces)
+    yield "steps known by", MINOR, _format_distinct(step_times(trace).evidence for trace in run.traces[:1])
     for name in versions:
         recorded = (trace.meta.versions.get(name) for trace in run.traces)
-        yield name if "version" in name else f"{name} version", MINOR, _distinct(recorded)
+        yield name if "version" in name else f"{name} version", MINOR, _format_distinct(recorded)
     for name in _SETTINGS:
         values = [trace.meta.settings.get(name) for trace in run.traces]
-        yield f"recorded with {name}", MINOR, _distinct("yes" if v else "no" for v in values if v is not None)
+        yield f"recorded with {name}", MINOR, _format_distinct("yes" if v else "no" for v in values if v is not None)
 
 
-def _distinct(values: Iterable[str | None]) -> str:
+def _format_distinct(values: Iterable[str | None]) -> str:
     """Distinct values in order, as text."""
     return ", ".join(dict.fromkeys(value for value in values if value)) or _UNKNOWN
 
 
-def of_program(union: Union, base: Ints, new: Ints) -> pl.DataFrame:
+def compare_programs(union: TreeUnion, base: Ints, new: Ints) -> pl.DataFrame:
     """Conditions that only the alignment tells: whether both ran the same program on inputs of the same shapes.
 
     Args:
@@ -86,7 +88,7 @@ def of_program(union: Union, base: Ints, new: Ints) -> pl.DataFrame:
     matched = int(both.sum())
     alike = 2 * matched / (base_count + new_count) if base_count + new_count else 1.0
     counts = f"{matched} of {base_count}", f"{matched} of {new_count}"
-    rows = [("operators at the same place", *counts, alike >= _ALIKE, DECISIVE)]
+    rows = [("operators at the same place", *counts, alike >= _MIN_COMMON_SHARE, DECISIVE)]
     shapes = [(union.shape[0][index], union.shape[1][index]) for index in np.flatnonzero(both).tolist()]
     same = [left == right for left, right in shapes if left and right]  # where both recorded them
     if same:
@@ -95,10 +97,10 @@ def of_program(union: Union, base: Ints, new: Ints) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
-_ALIKE = 0.9  # of the places; less, and it is another program
+_MIN_COMMON_SHARE = 0.9  # of the places; less, and it is another program
 
-_HOST = "operators on the step's thread"
-_OUTSIDE = "the step's thread outside operators"
+_HOST_OPERATORS = "operators on the step's thread"
+_HOST_OUTSIDE_OPERATORS = "the step's thread outside operators"
 
 
 @dataclass(frozen=True)
@@ -153,19 +155,21 @@ class Comparison(Result):
 
     def check(self) -> None:
         """Raise AssertionError where a sum does not come out."""
-        whole = {"base_ns": self.base_ns, "new_ns": self.new_ns, "difference_ns": self.difference_ns}
-        assert {name: int(self.breakdown[name].sum()) for name in whole} == whole
+        totals = {"base_ns": self.base_ns, "new_ns": self.new_ns, "difference_ns": self.difference_ns}
+        assert {name: int(self.breakdown[name].sum()) for name in totals} == totals
         for name in ("base", "new"):
             steps = self.steps.filter(pl.col("side") == name)["duration_ns"]
-            assert int(self.operators[f"{name}_host_ns"].sum()) == compare_tables.mean(int(steps.sum()), steps.len())
+            assert int(self.operators[f"{name}_host_ns"].sum()) == compare_tables.compute_rounded_mean(
+                int(steps.sum()), steps.len()
+            )
             for kind in ("duration", "host"):
-                own = self.operators[f"{name}_{kind}_ns"].sum()
-                assert own == self.tree[f"{name}_{kind}_ns"][0]
+                operator_ns = self.operators[f"{name}_{kind}_ns"].sum()
+                assert operator_ns == self.tree[f"{name}_{kind}_ns"][0]
             on_device = int(self.operators[f"{name}_device_ns"].sum())
             assert on_device == int(self.kernels[f"{name}_ns"].sum())
             if self.account == "device":
                 idle = self.breakdown.filter(pl.col("part").str.starts_with("idle"))
-                assert on_device + int(idle[f"{name}_ns"].sum()) == whole[f"{name}_ns"]
+                assert on_device + int(idle[f"{name}_ns"].sum()) == totals[f"{name}_ns"]
 
 
 def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
@@ -187,56 +191,60 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         >>> print(comparison.sentence)  # doctest: +SKIP
     """
     runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
-    words, union = NameCodes(), Union()
-    with_replay = any((trace.meta.capture or {}).get("replay_of") for run in runs for trace in run.traces)
-    sides: list[Side] = []
+    name_codes, union = NameCodes(), TreeUnion()
+    has_replay = any((trace.meta.capture or {}).get("replay_of") for run in runs for trace in run.traces)
+    sides: list[ComparedSide] = []
     for number, (run, which) in enumerate(zip(runs, ("the base", "the new run"), strict=True)):
-        run_side = side(run, number, union, words, is_sequence=with_replay)
+        run_side = build_side(run, number, union, name_codes, is_sequence=has_replay)
         if not run_side.steps.height or not int(run_side.steps["duration_ns"].sum()):
             raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
         sides.append(run_side)
-    device_account = compare_tables.device(*sides)
+    device_account = compare_tables.match_devices(*sides)
     counts = [compare_tables.pad_with_zeros(run_side.count, len(union.parent)) for run_side in sides]
-    places = compare_tables.grouped(union, words, *counts)
-    of_places = compare_tables.sum_by_place(device_account, places.group.size, *sides)
-    operators = compare_tables.operators(of_places, places, *sides)
-    tree = compare_tables.tree(of_places, union, words, *sides)
-    by_device = all(run_side.device_steps for run_side in sides)
+    place_groups = compare_tables.build_place_groups(union, name_codes, *counts)
+    place_sums = compare_tables.sum_by_place(device_account, place_groups.group.size, *sides)
+    operators = compare_tables.build_operator_table(place_sums, place_groups, *sides)
+    tree = compare_tables.build_call_tree(place_sums, union, name_codes, *sides)
+    has_device_steps = all(run_side.device_steps for run_side in sides)
     lengths = [
-        compare_tables.mean(run_side.device_ns, run_side.device_steps)
-        if by_device
-        else compare_tables.mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
+        compare_tables.compute_rounded_mean(run_side.device_ns, run_side.device_steps)
+        if has_device_steps
+        else compare_tables.compute_rounded_mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
         for run_side in sides
     ]
-    breakdown = compare_tables.breakdown(device_account)
-    kernels = compare_tables.kernels(device_account, places, words, *sides)
-    if not by_device:  # the step's thread in operators and outside
+    breakdown = compare_tables.build_breakdown(device_account)
+    kernels = compare_tables.build_kernel_table(device_account, place_groups, name_codes, *sides)
+    if not has_device_steps:  # the step's thread in operators and outside
         rows = []
-        outside = pl.col("operator") == compare_tables.OUTSIDE
-        for part, chosen, meaning in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
-            old, now = operators.filter(chosen).select(pl.col("base_host_ns", "new_host_ns").sum()).row(0)
-            rows.append((part, meaning, old, now, now - old))
+        is_outside = pl.col("operator") == compare_tables.OUTSIDE_OPERATORS
+        for part, selected, description in (
+            ("operators", ~is_outside, _HOST_OPERATORS),
+            ("outside", is_outside, _HOST_OUTSIDE_OPERATORS),
+        ):
+            old, now = operators.filter(selected).select(pl.col("base_host_ns", "new_host_ns").sum()).row(0)
+            rows.append((part, description, old, now, now - old))
         breakdown = pl.DataFrame(rows, schema=compare_tables.PARTS, orient="row")
         operators, tree = (
             frame.with_columns(pl.lit(0, pl.Int64).alias(n) for n in frame.columns if "device" in n or "duration" in n)
             for frame in (operators, tree)
         )
         kernels = kernels[:0]
-    stated = pl.concat([conditions(*runs), of_program(union, *counts)])
+    stated = pl.concat([compare_conditions(*runs), compare_programs(union, *counts)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))
     return Comparison(
-        sentence=_sentence(lengths[0], lengths[1], differ, breakdown, operators, kernels),
+        sentence=_describe_difference(lengths[0], lengths[1], differ, breakdown, operators, kernels),
         comparable=not differ.height,
-        account="device" if by_device else "host",
+        account="device" if has_device_steps else "host",
         base_ns=lengths[0],
         new_ns=lengths[1],
         difference_ns=lengths[1] - lengths[0],
         change=(lengths[1] - lengths[0]) / max(lengths[0], 1),
         conditions=stated,
-        breakdown=breakdown.with_columns(compare_tables.relative(lengths[0])),
-        kernels=kernels.with_columns(compare_tables.relative(lengths[0])),
+        breakdown=breakdown.with_columns(compare_tables.compute_relative_changes(lengths[0])),
+        kernels=kernels.with_columns(compare_tables.compute_relative_changes(lengths[0])),
         operators=operators.with_columns(
-            *compare_tables.relative(lengths[0], "duration_"), *compare_tables.relative(lengths[0], "host_")
+            *compare_tables.compute_relative_changes(lengths[0], "duration_"),
+            *compare_tables.compute_relative_changes(lengths[0], "host_"),
         ),
         tree=tree,
         steps=pl.concat(
@@ -246,26 +254,28 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
     )
 
 
-def _sentence(  # noqa: PLR0917  (what the sentence is made of)
+def _describe_difference(  # noqa: PLR0917  (what the sentence is made of)
     base: int, new: int, differ: pl.DataFrame, breakdown: pl.DataFrame, operators: pl.DataFrame, kernels: pl.DataFrame
 ) -> str:
     difference = new - base
     changes = any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))
     if not difference and not changes:
-        return f"No difference: the step takes {units.duration(base)} on both sides, and so does everything in it."
-    change = units.change(difference / max(base, 1))
-    text = f"The step takes {units.duration(new)} instead of {units.duration(base)} ({change})"
+        return (
+            f"No difference: the step takes {units.format_duration(base)} on both sides, and so does everything in it."
+        )
+    change = units.format_change(difference / max(base, 1))
+    text = f"The step takes {units.format_duration(new)} instead of {units.format_duration(base)} ({change})"
     largest = breakdown.sort(pl.col("difference_ns").abs(), descending=True).row(0, named=True)
     if largest["difference_ns"]:
         sign = "+" if largest["difference_ns"] > 0 else "−"
-        what = largest["part"].split(":")[0]
-        what = f"idle because {largest['meaning']}" if what == "idle" else what
-        text += f"; the largest part: {what}, {sign}{units.duration(abs(largest['difference_ns']))}"
+        subject = largest["part"].split(":")[0]
+        subject = f"idle because {largest['meaning']}" if subject == "idle" else subject
+        text += f"; the largest part: {subject}, {sign}{units.format_duration(abs(largest['difference_ns']))}"
     if not differ.height:
         return text + "."
-    what = ", ".join(
+    subject = ", ".join(
         f"{name} ({old if old == now else f'{old} → {now}'})"  # some are of both sides together
         for name, old, now in differ.head(3).select("condition", "base", "new").rows()
     )
-    more = f" and {differ.height - 3} more" if differ.height > 3 else ""
-    return f"The conditions differ, so the times cannot be held against each other: {what}{more}. {text}."
+    extra = f" and {differ.height - 3} more" if differ.height > 3 else ""
+    return f"The conditions differ, so the times cannot be held against each other: {subject}{extra}. {text}."

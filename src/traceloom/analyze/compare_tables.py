@@ -7,8 +7,8 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.analyze.compare_tree import BUSY, NameCodes, Side, Union, meaning
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.analyze.compare_tree import BUSY, ComparedSide, NameCodes, TreeUnion, describe_idle_cause
+from traceloom.trace.frames import build_schema, cast_to_schema
 
 Ints = NDArray[np.int64]
 
@@ -16,27 +16,27 @@ ADDED, REMOVED, REPLACED, MORE, FEWER = "added", "removed", "replaced", "more", 
 SLOWER, FASTER, SAME = "slower", "faster", "same"
 STATUSES = (ADDED, REMOVED, REPLACED, MORE, FEWER, SLOWER, FASTER, SAME)
 StatusType = pl.Enum(list(STATUSES))
-OUTSIDE, ALL = "(outside operators)", "(all)"
+OUTSIDE_OPERATORS, ALL_NODES = "(outside operators)", "(all)"
 SEPARATOR = " > "
-LEAST_NS = 1_000  # a smaller difference of the mean is none
-LEAST_SHARE = 0.02  # of the larger side
+MIN_DIFFERENCE_NS = 1_000  # a smaller difference of the mean is none
+MIN_DIFFERENCE_SHARE = 0.02  # of the larger side
 
-PARTS = schema("part meaning base_ns new_ns difference_ns", {"part": pl.String})
-KERNELS = schema(
+PARTS = build_schema("part meaning base_ns new_ns difference_ns", {"part": pl.String})
+KERNELS = build_schema(
     "status operator path kind base_kernel new_kernel base_count new_count base_duration_ns new_duration_ns base_ns",
     "new_ns difference_ns",
     {"status": StatusType},
 )
-OPERATORS = schema(
+OPERATORS = build_schema(
     "status operator path base_shapes new_shapes base_count new_count base_duration_ns",
     "new_duration_ns duration_difference_ns base_device_ns new_device_ns",
     "device_difference_ns base_host_ns new_host_ns host_difference_ns host_status",
     {"status": StatusType, "host_status": StatusType},
 )
-TREE = schema("parent name base_count new_count base_duration_ns new_duration_ns base_host_ns new_host_ns")
+TREE = build_schema("parent name base_count new_count base_duration_ns new_duration_ns base_host_ns new_host_ns")
 
 
-def mean(total: int, count: int) -> int:
+def compute_rounded_mean(total: int, count: int) -> int:
     """A mean as whole nanoseconds, halves up."""
     return (2 * total + count) // (2 * count) if count else 0
 
@@ -48,11 +48,11 @@ def round_to_sum(totals: Ints, count: int) -> Ints:
     """
     if not count or not totals.size:
         return np.zeros_like(totals)
-    whole, rest = np.divmod(totals, count)
-    missing = mean(int(totals.sum()), count) - int(whole.sum())
+    quotients, remainders = np.divmod(totals, count)
+    missing = compute_rounded_mean(int(totals.sum()), count) - int(quotients.sum())
     if missing:
-        whole[np.argsort(-rest, kind="stable")[:missing]] += 1
-    return whole
+        quotients[np.argsort(-remainders, kind="stable")[:missing]] += 1
+    return quotients
 
 
 class MatchedDevice(Struct, frozen=True):
@@ -69,7 +69,7 @@ class MatchedDevice(Struct, frozen=True):
     waiting: pl.DataFrame
 
 
-def device(base: Side, new: Side) -> MatchedDevice:
+def match_devices(base: ComparedSide, new: ComparedSide) -> MatchedDevice:
     """Match GPU work place by place, and round all of it at once so that it adds up to the step."""
     # Both sides' GPU work: first what has the same name and order at a place, then what is left in its order
     sides = {
@@ -81,7 +81,7 @@ def device(base: Side, new: Side) -> MatchedDevice:
     keys = ["place", "name", "nth", "kind"]
     same = sides["base"].join(sides["new"], on=keys, how="inner")
     same = same.with_columns(pl.col("name").alias("base_name"), pl.col("name").alias("new_name"))
-    left = {
+    unmatched = {
         name: frame.join(same.select(keys), on=keys, how="anti")
         .with_columns(pl.int_range(pl.len()).over("place", "kind").alias("order"))
         .rename({"name": f"{name}_name"})
@@ -90,9 +90,11 @@ def device(base: Side, new: Side) -> MatchedDevice:
     # At the same place something else of its kind does the same: kernels of other vendors, versions and choices. What
     # no operator launched has no place, so that only its name tells what it is.
     placed = pl.col("place") >= 0
-    by_order = ["place", "kind", "order"]
-    replaced = left["base"].filter(placed).join(left["new"].filter(placed), on=by_order, how="full", coalesce=True)
-    loose = [frame.filter(~placed) for frame in left.values()]
+    order_keys = ["place", "kind", "order"]
+    replaced = (
+        unmatched["base"].filter(placed).join(unmatched["new"].filter(placed), on=order_keys, how="full", coalesce=True)
+    )
+    loose = [frame.filter(~placed) for frame in unmatched.values()]
     columns = ["place", "kind", *(f"{name}_{column}" for name in sides for column in ("name", "count", "total", "sum"))]
     filled = [
         frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in columns if name not in frame.columns)
@@ -112,17 +114,21 @@ def device(base: Side, new: Side) -> MatchedDevice:
     return MatchedDevice(kernels.drop("base_total", "new_total"), waiting.select("cause", "base_ns", "new_ns"))
 
 
-def breakdown(device: MatchedDevice) -> pl.DataFrame:
+def build_breakdown(device: MatchedDevice) -> pl.DataFrame:
     """Busy time by kind and idle time by cause; adds up to the step on both sides."""
-    words = {
+    labels = {
         "compute": "kernels that compute",
         "communication": "exposed communication",
         "copies": "exposed copies and fills",
     }
     sums = device.kernels.group_by("kind").agg(pl.col("base_ns", "new_ns").sum())
-    by_kind = {row["kind"]: row for row in sums.to_dicts()}
-    rows = [(kind, words[kind], by_kind[kind]["base_ns"], by_kind[kind]["new_ns"]) for kind in BUSY if kind in by_kind]
-    rows += [(f"idle: {c}", meaning(c), old, now) for c, old, now in device.waiting.rows()]
+    sums_by_kind = {row["kind"]: row for row in sums.to_dicts()}
+    rows = [
+        (kind, labels[kind], sums_by_kind[kind]["base_ns"], sums_by_kind[kind]["new_ns"])
+        for kind in BUSY
+        if kind in sums_by_kind
+    ]
+    rows += [(f"idle: {c}", describe_idle_cause(c), old, now) for c, old, now in device.waiting.rows()]
     frame = pl.DataFrame(rows, schema=["part", "meaning", "base_ns", "new_ns"], orient="row")
     return frame.with_columns((pl.col("new_ns") - pl.col("base_ns")).alias("difference_ns")).cast(PARTS)
 
@@ -145,43 +151,47 @@ class PlaceGroups(Struct, frozen=True):
     new_shapes: list[str | None]
 
 
-def grouped(union: Union, words: NameCodes, base: Ints, new: Ints) -> PlaceGroups:
+def build_place_groups(union: TreeUnion, name_codes: NameCodes, base: Ints, new: Ints) -> PlaceGroups:
     """Group the places; `base` and `new` are how often each was reached."""
-    names = list(words.names)
-    shapes = list(words.shapes)
+    names = list(name_codes.names)
+    shapes = list(name_codes.shapes)
     keys: dict[tuple[object, ...], int] = {}
     group: list[int] = []
     operator: list[str] = []
     path: list[str] = []
     shape_texts: tuple[list[str | None], list[str | None]] = ([], [])
     for index, up in enumerate(union.parent):
-        of_side = [union.name[side][index] for side in (0, 1)]
+        side_names = [union.name[side][index] for side in (0, 1)]
         shape = [union.shape[side][index] for side in (0, 1)]
-        above = group[up] if up >= 0 else -1
-        key = (above, *of_side, *shape, base[index] > 0, new[index] > 0)
+        parent_group = group[up] if up >= 0 else -1
+        key = (parent_group, *side_names, *shape, base[index] > 0, new[index] > 0)
         number = keys.setdefault(key, len(keys))
         group.append(number)
         if number == len(operator):
-            label = next((names[name] for name in reversed(of_side) if name >= 0), "")
-            operator.append(label or OUTSIDE)
+            label = next((names[name] for name in reversed(side_names) if name >= 0), "")
+            operator.append(label or OUTSIDE_OPERATORS)
             # The root has no name; below it stand the threads.
-            path.append(label if above < 0 or not path[above] else f"{path[above]}{SEPARATOR}{label}")
+            path.append(
+                label if parent_group < 0 or not path[parent_group] else f"{path[parent_group]}{SEPARATOR}{label}"
+            )
             for side in (0, 1):
                 shape_texts[side].append(shapes[shape[side]])
     group.append(len(operator))
     return PlaceGroups(
         np.array(group, dtype=np.int64),
-        [*operator, OUTSIDE],
-        [*path, OUTSIDE],
+        [*operator, OUTSIDE_OPERATORS],
+        [*path, OUTSIDE_OPERATORS],
         [*shape_texts[0], None],
         [*shape_texts[1], None],
     )
 
 
-def kernels(device: MatchedDevice, places: PlaceGroups, words: NameCodes, base: Side, new: Side) -> pl.DataFrame:
+def build_kernel_table(
+    device: MatchedDevice, place_groups: PlaceGroups, name_codes: NameCodes, base: ComparedSide, new: ComparedSide
+) -> pl.DataFrame:
     """GPU work by path and by the names it has on both sides; the largest differences first."""
-    text = pl.Series(list(words.names), dtype=pl.String)
-    rows = device.kernels.with_columns(pl.Series("group", places.group[device.kernels["place"].to_numpy()]))
+    text = pl.Series(list(name_codes.names), dtype=pl.String)
+    rows = device.kernels.with_columns(pl.Series("group", place_groups.group[device.kernels["place"].to_numpy()]))
     summed = rows.group_by("group", "kind", "base_name", "new_name", maintain_order=True).agg(
         pl.col("base_count", "new_count", "base_ns", "new_ns", "base_sum", "new_sum").sum()
     )
@@ -190,15 +200,15 @@ def kernels(device: MatchedDevice, places: PlaceGroups, words: NameCodes, base: 
         (pl.col("new_sum") / max(new.device_steps, 1)).round().cast(pl.Int64).alias("new_duration_ns"),
     )
     difference = pl.col("new_ns") - pl.col("base_ns")
-    named = summed.with_columns(
-        pl.Series("operator", places.operator, dtype=pl.String).gather(summed["group"]).alias("operator"),
-        pl.Series("path", places.path, dtype=pl.String).gather(summed["group"]).alias("path"),
+    labelled = summed.with_columns(
+        pl.Series("operator", place_groups.operator, dtype=pl.String).gather(summed["group"]).alias("operator"),
+        pl.Series("path", place_groups.path, dtype=pl.String).gather(summed["group"]).alias("path"),
         text.gather(summed["base_name"].cast(pl.UInt32)).alias("base_kernel"),
         text.gather(summed["new_name"].cast(pl.UInt32)).alias("new_kernel"),
         (pl.col("base_count") / max(base.device_steps, 1)).alias("base_count"),
         (pl.col("new_count") / max(new.device_steps, 1)).alias("new_count"),
         difference.alias("difference_ns"),
-        _status(
+        _derive_status(
             pl.col("base_name").is_null(),
             pl.col("new_name").is_null(),
             pl.col("base_name") != pl.col("new_name"),
@@ -207,17 +217,19 @@ def kernels(device: MatchedDevice, places: PlaceGroups, words: NameCodes, base: 
         ).alias("status"),
     )
     largest_first = pl.col("difference_ns").abs(), "path", "operator"
-    ordered = named.sort(largest_first, descending=[True, False, False], maintain_order=True)
+    ordered = labelled.sort(largest_first, descending=[True, False, False], maintain_order=True)
     return ordered.pipe(cast_to_schema, KERNELS)
 
 
-def _status(
+def _derive_status(
     added: pl.Expr, removed: pl.Expr, replaced: pl.Expr, oftener: pl.Expr, durations: tuple[str, str]
 ) -> pl.Expr:
     """What became of a row: a change of name before one of its count (more or less often per step), and of its time."""
     base, new = durations
     difference = pl.col(new) - pl.col(base)
-    significant = (difference.abs() >= LEAST_NS) & (difference.abs() >= LEAST_SHARE * pl.max_horizontal(base, new))
+    significant = (difference.abs() >= MIN_DIFFERENCE_NS) & (
+        difference.abs() >= MIN_DIFFERENCE_SHARE * pl.max_horizontal(base, new)
+    )
     return (
         pl.when(added).then(pl.lit(ADDED))
         .when(removed).then(pl.lit(REMOVED))
@@ -230,7 +242,7 @@ def _status(
     )  # fmt: skip
 
 
-def sum_by_place(device: MatchedDevice, size: int, base: Side, new: Side) -> pl.DataFrame:
+def sum_by_place(device: MatchedDevice, size: int, base: ComparedSide, new: ComparedSide) -> pl.DataFrame:
     """How often each place of the union is reached, and what it costs itself; the last row is what no operator did.
 
     What a place launched is compared whenever it ran: a host that runs ahead has the device do it after its step.
@@ -255,16 +267,20 @@ def sum_by_place(device: MatchedDevice, size: int, base: Side, new: Side) -> pl.
     return pl.DataFrame(columns)
 
 
-def operators(of_places: pl.DataFrame, places: PlaceGroups, base: Side, new: Side) -> pl.DataFrame:
+def build_operator_table(
+    place_sums: pl.DataFrame, place_groups: PlaceGroups, base: ComparedSide, new: ComparedSide
+) -> pl.DataFrame:
     """Operators by path and shapes, with the time of what they launched themselves, and of the host in them."""
-    summed = of_places.with_columns(group=places.group).group_by("group", maintain_order=True).agg(pl.all().sum())
-    at = summed["group"]
+    summed = (
+        place_sums.with_columns(group=place_groups.group).group_by("group", maintain_order=True).agg(pl.all().sum())
+    )
+    group_index = summed["group"]
     texts = {
-        name: pl.Series(getattr(places, name), dtype=pl.String).gather(at)
+        name: pl.Series(getattr(place_groups, name), dtype=pl.String).gather(group_index)
         for name in ("operator", "path", "base_shapes", "new_shapes")
     }
-    outside = pl.col("group") == int(places.group[-1])
-    added, removed = (pl.col("base_count") == 0) & ~outside, (pl.col("new_count") == 0) & ~outside
+    is_outside = pl.col("group") == int(place_groups.group[-1])
+    added, removed = (pl.col("base_count") == 0) & ~is_outside, (pl.col("new_count") == 0) & ~is_outside
     never = pl.lit(value=False)
     oftener = pl.col("new_count") * base.steps.height - pl.col("base_count") * new.steps.height
     rows = summed.with_columns(
@@ -275,36 +291,38 @@ def operators(of_places: pl.DataFrame, places: PlaceGroups, base: Side, new: Sid
             f"{kind}_difference_ns": pl.col(f"new_{kind}_ns") - pl.col(f"base_{kind}_ns")
             for kind in ("duration", "device", "host")
         },
-        status=_status(added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")),
-        host_status=_status(added, removed, never, oftener, ("base_host_ns", "new_host_ns")),
+        status=_derive_status(added, removed, never, oftener, ("base_duration_ns", "new_duration_ns")),
+        host_status=_derive_status(added, removed, never, oftener, ("base_host_ns", "new_host_ns")),
     )
-    by_device = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
-    rows = rows.with_columns(status=pl.when(by_device).then("status").otherwise("host_status"))
+    has_device_time = pl.max_horizontal("base_duration_ns", "new_duration_ns") > 0
+    rows = rows.with_columns(status=pl.when(has_device_time).then("status").otherwise("host_status"))
     # The root and the threads are no operators: they are never reached.
-    rows = rows.filter(outside | (pl.col("base_count") > 0) | (pl.col("new_count") > 0))
+    rows = rows.filter(is_outside | (pl.col("base_count") > 0) | (pl.col("new_count") > 0))
     primary = "duration_difference_ns" if base.device_steps and new.device_steps else "host_difference_ns"
     largest_first = pl.col(primary).abs(), "path", "operator"
     ordered = rows.sort(largest_first, descending=[True, False, False], maintain_order=True)
     return ordered.pipe(cast_to_schema, OPERATORS)
 
 
-def tree(of_places: pl.DataFrame, union: Union, words: NameCodes, base: Side, new: Side) -> pl.DataFrame:
+def build_call_tree(
+    place_sums: pl.DataFrame, union: TreeUnion, name_codes: NameCodes, base: ComparedSide, new: ComparedSide
+) -> pl.DataFrame:
     """The call tree of both sides: places with the same names above them are one node, with the time of all below it.
 
     Returns:
         `parent` (row; null of the first, which holds all), `name`, `base_count`, `new_count`, `base_duration_ns`,
         `new_duration_ns`, `base_host_ns`, `new_host_ns`; parents before children.
     """
-    names = list(words.names)
+    names = list(name_codes.names)
     keys: dict[tuple[int, str], int] = {}
     node: list[int] = []
-    for up, *of_side in zip(union.parent, *union.name, strict=True):
-        label = next((names[name] for name in of_side if name >= 0), ALL)
+    for up, *side_names in zip(union.parent, *union.name, strict=True):
+        label = next((names[name] for name in side_names if name >= 0), ALL_NODES)
         node.append(keys.setdefault((node[up] if up >= 0 else -1, label), len(keys)))
-    node.append(keys.setdefault((0, OUTSIDE), len(keys)))
+    node.append(keys.setdefault((0, OUTSIDE_OPERATORS), len(keys)))
     parent = [up for up, _ in keys]
     sums = np.zeros((len(keys), len(TREE) - 2), dtype=np.int64)
-    np.add.at(sums, node, of_places.select(list(TREE)[2:]).to_numpy())
+    np.add.at(sums, node, place_sums.select(list(TREE)[2:]).to_numpy())
     for child in range(len(keys) - 1, 0, -1):
         sums[parent[child], 2:] += sums[child, 2:]
     frame = pl.DataFrame(sums, schema=list(TREE)[2:]).with_columns(
@@ -316,17 +334,17 @@ def tree(of_places: pl.DataFrame, union: Union, words: NameCodes, base: Side, ne
     return frame.pipe(cast_to_schema, TREE)
 
 
-def relative(step_ns: int, of: str = "") -> list[pl.Expr]:
+def compute_relative_changes(step_ns: int, prefix: str = "") -> list[pl.Expr]:
     """`change`: the new time of a row over that of the base, less 1; `of_step`: its difference over the base's step.
 
     Args:
         step_ns: Of the base.
-        of: Which time, `host_` for `base_host_ns`; the columns are named alike.
+        prefix: Which time, `host_` for `base_host_ns`; the columns are named alike.
     """
-    base, new = pl.col(f"base_{of}ns"), pl.col(f"new_{of}ns")
+    base, new = pl.col(f"base_{prefix}ns"), pl.col(f"new_{prefix}ns")
     return [
-        pl.when(base > 0).then((new - base) / base).alias(f"{of}change"),
-        ((new - base) / max(step_ns, 1)).alias(f"{of}of_step"),
+        pl.when(base > 0).then((new - base) / base).alias(f"{prefix}change"),
+        ((new - base) / max(step_ns, 1)).alias(f"{prefix}of_step"),
     ]
 
 

@@ -19,17 +19,24 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.gpu_work import attribute_to_launches
 from traceloom.analyze.host_events import classify_events
 from traceloom.analyze.idle import CAUSES, idle
-from traceloom.analyze.intervals import EMPTY, Spans, coverage, merge, overlaps, union
-from traceloom.analyze.kernel_rules import gpu_work
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import tiles
+from traceloom.analyze.intervals import (
+    EMPTY_SPANS,
+    Spans,
+    compute_coverage,
+    find_overlaps,
+    merge_intervals,
+    merge_spans,
+)
+from traceloom.analyze.kernel_rules import select_gpu_work
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import build_tiles
 from traceloom.trace import vocabulary as cat
-from traceloom.trace.arrays import column, gather_rows
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.arrays import gather_rows, get_event_column
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import GPU_WORK
@@ -39,7 +46,7 @@ Ints = NDArray[np.int64]
 COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
 BUSY = (COMPUTE, COMMUNICATION, COPIES)
 """Kinds of busy time, in the order in which a nanosecond with several of them is counted."""
-KIND_OF = {"compute": COMPUTE, "communication": COMMUNICATION, "memory": COPIES}  # by category of the work
+KIND_BY_CATEGORY = {"compute": COMPUTE, "communication": COMMUNICATION, "memory": COPIES}  # by category of the work
 EDGE = "edge"
 _EDGE_MEANING = "before the first and after the last GPU work"
 
@@ -64,22 +71,26 @@ class ComparedSteps(Struct, frozen=True):
         return lengths
 
 
-def samples(trace: Trace) -> ComparedSteps:
+def select_compared_steps(trace: Trace) -> ComparedSteps:
     """The whole steps of a trace; where none is whole all that take time, and without steps its window."""
-    cut = tiles(trace)
-    whole = trace.steps["complete"].to_numpy()
+    cut = build_tiles(trace)
+    complete = trace.steps["complete"].to_numpy()
     stepped = cut.row >= 0
-    chosen = stepped & np.append(whole, False)[cut.row]
-    chosen = chosen if chosen.any() else stepped
-    if not chosen.any():
+    selected = stepped & np.append(complete, False)[cut.row]
+    selected = selected if selected.any() else stepped
+    if not selected.any():
         none = pl.Series("step", [None], dtype=pl.Int32)
         return ComparedSteps(trace, none, Spans(cut.spans.start[:1], cut.spans.end[-1:]))
-    at = np.flatnonzero(chosen)
-    return ComparedSteps(trace, trace.steps["step"].gather(cut.row[at]), Spans(cut.spans.start[at], cut.spans.end[at]))
+    selected_rows = np.flatnonzero(selected)
+    return ComparedSteps(
+        trace,
+        trace.steps["step"].gather(cut.row[selected_rows]),
+        Spans(cut.spans.start[selected_rows], cut.spans.end[selected_rows]),
+    )
 
 
-WORK = schema("event sample ns", {"sample": pl.Int64})
-WAITING = schema("cause ns")
+WORK = build_schema("event sample ns", {"sample": pl.Int64})
+WAITING = build_schema("cause ns")
 
 
 class DeviceTime(Struct, frozen=True):
@@ -99,40 +110,40 @@ class DeviceTime(Struct, frozen=True):
     waiting: pl.DataFrame
 
 
-def device_time(of: ComparedSteps) -> DeviceTime:
+def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
     """Account for the time of every device in the compared steps."""
-    work = gpu_work(of.trace)
+    work = select_gpu_work(compared_steps.trace)
     columns = work.select("event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String))
-    pieces, ends, devices = [], [], 0
+    work_parts, edge_ns, devices = [], [], 0
     for _, rows in columns.sort("device", "start_ns", "event").group_by("device", maintain_order=True):
         devices += 1
-        covered = EMPTY
-        for category in KIND_OF:
-            of_category = rows.filter(pl.col("category") == category)
-            start, end = of_category["start_ns"].to_numpy(), of_category["end_ns"].to_numpy()
+        covered = EMPTY_SPANS
+        for category in KIND_BY_CATEGORY:
+            category_rows = rows.filter(pl.col("category") == category)
+            start, end = category_rows["start_ns"].to_numpy(), category_rows["end_ns"].to_numpy()
             # the time of each piece, without what earlier ones and other categories take
             reach = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end))[: end.size]
-            shared = overlaps(np.maximum(start, reach), end, of.spans)
-            ns = shared.end - shared.start - coverage(covered, shared.start, shared.end)
-            event = of_category["event"].to_numpy()[shared.left]
+            shared = find_overlaps(np.maximum(start, reach), end, compared_steps.spans)
+            ns = shared.end - shared.start - compute_coverage(covered, shared.start, shared.end)
+            event = category_rows["event"].to_numpy()[shared.left]
             exclusive = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns}).filter(pl.col("ns") > 0)
-            pieces.append(exclusive.cast(WORK))
-            covered = merge(covered, union(start, end))
+            work_parts.append(exclusive.cast(WORK))
+            covered = merge_spans(covered, merge_intervals(start, end))
         first, last = int(rows["start_ns"].min()), int(rows["end_ns"].max())  # type: ignore[arg-type]
-        outside = np.minimum(of.spans.end, first) - of.spans.start
-        after = of.spans.end - np.maximum(of.spans.start, last)
-        ends.append(int(np.maximum(outside, 0).sum() + np.maximum(after, 0).sum()))
+        before = np.minimum(compared_steps.spans.end, first) - compared_steps.spans.start
+        after = compared_steps.spans.end - np.maximum(compared_steps.spans.start, last)
+        edge_ns.append(int(np.maximum(before, 0).sum() + np.maximum(after, 0).sum()))
     if not devices:
         return DeviceTime(0, pl.DataFrame(schema=WORK), pl.DataFrame(schema=WAITING))
-    idle_time = idle(of.trace)
-    inside = pl.col("step").is_in(of.step.implode())
-    causes = idle_time.totals if of.step.null_count() else idle_time.causes.filter(inside)
+    idle_time = idle(compared_steps.trace)
+    in_steps = pl.col("step").is_in(compared_steps.step.implode())
+    causes = idle_time.totals if compared_steps.step.null_count() else idle_time.causes.filter(in_steps)
     summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum().alias("ns"))
-    waiting = pl.DataFrame([*summed.sort("cause").rows(), (EDGE, sum(ends))], schema=WAITING, orient="row")
-    return DeviceTime(devices, pl.concat(pieces), waiting.filter(pl.col("ns") > 0))
+    waiting = pl.DataFrame([*summed.sort("cause").rows(), (EDGE, sum(edge_ns))], schema=WAITING, orient="row")
+    return DeviceTime(devices, pl.concat(work_parts), waiting.filter(pl.col("ns") > 0))
 
 
-def meaning(cause: str) -> str:
+def describe_idle_cause(cause: str) -> str:
     """What a cause of idle time means, in a few words."""
     return _EDGE_MEANING if cause == EDGE else CAUSES.get(cause, cause)
 
@@ -140,11 +151,11 @@ def meaning(cause: str) -> str:
 Bools = NDArray[np.bool_]
 
 # Operators of the dispatcher and compiled kernels; not the nodes of autograd and compiled graphs that hold them.
-_RUNS_AGAIN = r"^\w+::|^triton_"
-_HOLDS_OTHERS = r"^(torch::)?(autograd|distributed)::"
-_WRAP = (1 << 61) - 1
-_BASE = 1_000_003
-_BLOCK = 2_048  # elements of each of two lists in one table of all ways to pair them
+_REPLAYABLE_OPS = r"^\w+::|^triton_"
+_CONTAINER_OPS = r"^(torch::)?(autograd|distributed)::"
+_HASH_MODULUS = (1 << 61) - 1
+_HASH_BASE = 1_000_003
+_MAX_BLOCK = 2_048  # elements of each of two lists in one table of all ways to pair them
 
 
 @dataclass(slots=True)
@@ -185,7 +196,7 @@ class ListItems(Struct, frozen=True):
         return ListItems(*(getattr(self, name)[low:high] for name in self.__struct_fields__))
 
 
-class Tree(Struct, frozen=True):
+class StepTree(Struct, frozen=True):
     """The call tree of one step in preorder: the root, below it a node per thread, below these the operators.
 
     Attributes:
@@ -209,21 +220,21 @@ class Tree(Struct, frozen=True):
     def items(self, nodes: list[int]) -> ListItems:
         """Some nodes as a list to be aligned."""
         name, shape, work, mark = (
-            np.array([of[node] for node in nodes], dtype=np.int64)
-            for of in (self.name, self.shape, self.work, self.mark)
+            np.array([column[node] for node in nodes], dtype=np.int64)
+            for column in (self.name, self.shape, self.work, self.mark)
         )
         return ListItems(name, shape, work, mark, np.array([self.stop[node] - node for node in nodes], dtype=np.int64))
 
     def children(self, node: int) -> list[int]:
         """The children of a node, in order."""
-        nodes, at, last = [], node + 1, self.stop[node]
-        while at < last:
-            nodes.append(at)
-            at = self.stop[at]
+        nodes, child, last = [], node + 1, self.stop[node]
+        while child < last:
+            nodes.append(child)
+            child = self.stop[child]
         return nodes
 
 
-class Trees(Struct, frozen=True):
+class CallTrees(Struct, frozen=True):
     """The call trees of the compared steps of one trace.
 
     Attributes:
@@ -236,7 +247,7 @@ class Trees(Struct, frozen=True):
         main: Operators on the thread of their step; all where they are one sequence.
     """
 
-    trees: list[Tree]
+    trees: list[StepTree]
     node: Ints
     above: Ints
     self_ns: Ints
@@ -244,32 +255,32 @@ class Trees(Struct, frozen=True):
     main: Bools
 
 
-def trees(of: ComparedSteps, words: NameCodes, *, is_sequence: bool = False) -> Trees:
+def build_trees(compared_steps: ComparedSteps, name_codes: NameCodes, *, is_sequence: bool = False) -> CallTrees:
     """The call trees of a trace, step by step.
 
     Args:
-        of: The steps.
-        words: Gets the names and shapes that it does not have.
+        compared_steps: The steps.
+        name_codes: Gets the names and shapes that it does not have.
         is_sequence: Only operators that a replay can run, one after the other in order of their starts, whatever stood
             around them and on whichever thread.
     """
-    tree, roles = forest(of.trace), classify_events(of.trace)
-    annotation = column(of.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
-    ends = np.append(of.spans.end, 0)
-    sample = np.searchsorted(of.spans.start, tree.start_ns, side="right") - 1
-    sample = np.where((sample >= 0) & (tree.start_ns < ends[sample]), sample, -1)
-    kept = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
+    tree, roles = build_forest(compared_steps.trace), classify_events(compared_steps.trace)
+    annotation = get_event_column(compared_steps.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    step_ends = np.append(compared_steps.spans.end, 0)
+    sample = np.searchsorted(compared_steps.spans.start, tree.start_ns, side="right") - 1
+    sample = np.where((sample >= 0) & (tree.start_ns < step_ends[sample]), sample, -1)
+    in_tree = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
     if is_sequence:
-        vocab = vocabulary(of.trace)
-        runs_again = vocab.matching(_RUNS_AGAIN) & ~vocab.matching(_HOLDS_OTHERS)
-        kept &= roles.op & gather_rows(runs_again, vocab.code[tree.row])
-    above = tree.nearest(kept)
-    parent = np.where((above >= 0) & (sample[above] == sample), above, -1)
+        vocab = build_vocabulary(compared_steps.trace)
+        runs_again = vocab.matching(_REPLAYABLE_OPS) & ~vocab.matching(_CONTAINER_OPS)
+        in_tree &= roles.op & gather_rows(runs_again, vocab.code[tree.row])
+    ancestor = tree.nearest(in_tree)
+    parent = np.where((ancestor >= 0) & (sample[ancestor] == sample), ancestor, -1)
     # An event that runs on into the next step counts up to the end of its own step.
-    end = np.minimum(tree.end_ns, ends[sample])
-    span = np.where(kept, np.maximum(end - tree.start_ns, 0), 0)
+    end = np.minimum(tree.end_ns, step_ends[sample])
+    span = np.where(in_tree, np.maximum(end - tree.start_ns, 0), 0)
     # A number of each thread (0 for that of the steps, then by the number of events), and what to call each
-    trace = of.trace
+    trace = compared_steps.trace
     host = trace.events.filter(
         pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
     ).select("start_ns", "name", "lane", "category")
@@ -283,85 +294,85 @@ def trees(of: ComparedSteps, words: NameCodes, *, is_sequence: bool = False) -> 
     names = dict(trace.lanes.select("lane", "name").rows())
     labels = ["main thread"]
     for number in numbers[order][1:].tolist():
-        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
-        labels.append(plain or "thread")
+        base_name = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
+        labels.append(base_name or "thread")
     thread: Ints = ordinal[np.searchsorted(numbers, tree.lane)] if numbers.size else tree.lane
     start = np.zeros_like(tree.start_ns)
     if is_sequence:
-        covered = EMPTY
+        covered = EMPTY_SPANS
         for number in range(numbers.size):
-            rows = np.flatnonzero(kept & (thread == number))
+            rows = np.flatnonzero(in_tree & (thread == number))
             low, high = tree.start_ns[rows], end[rows]
-            span[rows] -= coverage(covered, low, high)
-            covered = merge(covered, union(low, high))
+            span[rows] -= compute_coverage(covered, low, high)
+            covered = merge_spans(covered, merge_intervals(low, high))
     self_ns = span.copy()
-    child = np.flatnonzero(kept & (parent >= 0))
+    child = np.flatnonzero(in_tree & (parent >= 0))
     np.subtract.at(self_ns, parent[child], span[child])
     if is_sequence:
         thread, parent, start = np.zeros_like(thread), np.full_like(parent, -1), tree.start_ns
-    name = _names(of.trace, tree.row, kept, annotation, words)
-    tensors = of.trace.tensors.select("event", "shapes").drop_nulls()
-    shape_numbers = np.zeros(of.trace.events.height + 1, dtype=np.int64)
+    name = _encode_event_names(compared_steps.trace, tree.row, in_tree, annotation, name_codes)
+    tensors = compared_steps.trace.tensors.select("event", "shapes").drop_nulls()
+    shape_numbers = np.zeros(compared_steps.trace.events.height + 1, dtype=np.int64)
     if tensors.height:
         distinct = tensors["shapes"].unique()
-        numbered = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
+        numbered = pl.DataFrame({"shapes": distinct, "number": [name_codes.shape(text) for text in distinct.to_list()]})
         coded = tensors.join(numbered, on="shapes", how="left", maintain_order="left")
         shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
-    owner = tree.nearest_or_self(kept, above)
+    owner = tree.nearest_or_self(in_tree, ancestor)
     owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
     # A number for the names of the GPU work that each event launched itself, in any order; 0 for none. Squares, so that
     # two names together are not taken for two others with the same sum.
     work = np.zeros(owner.size + 1, dtype=np.int64)
-    launched = np.append(owner, -1)[attribute_to_launches(of.trace).origin]
-    np.add.at(work, launched, (work_names(of.trace, words) + 1) ** 2 * _BASE)
-    order = np.flatnonzero(kept)
+    launched = np.append(owner, -1)[attribute_to_launches(compared_steps.trace).launch_position]
+    np.add.at(work, launched, (encode_work_names(compared_steps.trace, name_codes) + 1) ** 2 * _HASH_BASE)
+    order = np.flatnonzero(in_tree)
     order = order[np.lexsort((order, start[order], thread[order], sample[order]))]
-    bounds = np.searchsorted(sample[order], np.arange(of.spans.start.size + 1)).tolist()
+    bounds = np.searchsorted(sample[order], np.arange(compared_steps.spans.start.size + 1)).tolist()
     node = np.full(tree.row.size, -1, dtype=np.int64)
-    labelled = [words.name(label) for label in labels]
+    labelled = [name_codes.name(label) for label in labels]
     columns = (name, shape_numbers[tree.row], work[:-1], parent, thread, tree.row)
-    step_trees = [_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)]
-    return Trees(step_trees, node, owner, self_ns, sample, kept & (thread == 0))
+    step_trees = [_build_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)]
+    return CallTrees(step_trees, node, owner, self_ns, sample, in_tree & (thread == 0))
 
 
-def work_names(trace: Trace, words: NameCodes) -> Ints:
+def encode_work_names(trace: Trace, name_codes: NameCodes) -> Ints:
     """Number of the name of each kernel, copy and fill, in the order of events."""
-    vocab = vocabulary(trace)
-    category = column(trace, "category")
+    vocab = build_vocabulary(trace)
+    category = get_event_column(trace, "category")
     code = vocab.code[np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(kind) for kind in cat.GPU_WORK]))]
     used, number = np.unique(code, return_inverse=True)
-    names = [words.name(text) for text in vocab.names.gather(used).to_list()]
+    names = [name_codes.name(text) for text in vocab.names.gather(used).to_list()]
     name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
     return name_numbers
 
 
-def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: NameCodes) -> Ints:
+def _encode_event_names(trace: Trace, row: Ints, in_tree: Bools, annotation: Bools, name_codes: NameCodes) -> Ints:
     """Number of each event's name; numbers in the names of annotations count steps or calls, and are left out."""
-    vocab = vocabulary(trace)
-    code = np.where(kept, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
+    vocab = build_vocabulary(trace)
+    code = np.where(in_tree, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
     used, number = np.unique(code, return_inverse=True)
     texts: list[str] = vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
     numbers = [
-        -1 if value < 0 else words.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)
+        -1 if value < 0 else name_codes.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)
         for text, value in zip(texts, used.tolist(), strict=True)
     ]
     name_numbers: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
     return name_numbers
 
 
-def _tree(rows: Ints, of_event: tuple[Ints, ...], labels: list[int], node: Ints) -> Tree:
+def _build_tree(rows: Ints, event_columns: tuple[Ints, ...], labels: list[int], node: Ints) -> StepTree:
     """The tree of one step; fills in the `node` of each of its events.
 
     Args:
         rows: Its operators, thread after thread, parents before their children.
-        of_event: Of each host event its name, shape, work, parent, thread and row of `trace.events`.
+        event_columns: Of each host event its name, shape, work, parent, thread and row of `trace.events`.
         labels: Number of the name of each thread.
         node: Of each host event its node.
     """
     names, shapes, works, parents, events = [-1], [0], [0], [-1], [-1]
     open_thread, root = -1, 0
-    at: dict[int, int] = {}
-    columns = (column_of[rows].tolist() for column_of in of_event)
+    node_numbers: dict[int, int] = {}
+    columns = (column_of[rows].tolist() for column_of in event_columns)
     for position, name, shape, work, parent, thread, event in zip(rows.tolist(), *columns, strict=True):
         if thread != open_thread:
             open_thread, root = thread, len(names)
@@ -370,28 +381,28 @@ def _tree(rows: Ints, of_event: tuple[Ints, ...], labels: list[int], node: Ints)
             works.append(0)
             parents.append(0)
             events.append(-1)
-        at[position] = len(names)
+        node_numbers[position] = len(names)
         names.append(name)
         shapes.append(shape)
         works.append(work)
-        parents.append(root if parent < 0 else at[parent])
+        parents.append(root if parent < 0 else node_numbers[parent])
         events.append(event)
-    node[rows] = np.fromiter(at.values(), dtype=np.int64, count=len(at))
+    node[rows] = np.fromiter(node_numbers.values(), dtype=np.int64, count=len(node_numbers))
     # where each subtree ends, and its mark: from the last node to the first, so that children come before parents
     size = len(names)
     stop, inner, mark = [0] * size, [7] * size, [0] * size
     for index in range(size - 1, -1, -1):
         stop[index] = max(stop[index], index + 1)
         content = (shapes[index] * 31 + works[index]) * 131_071
-        mark[index] = (inner[index] * _BASE + names[index] * 8_191 + content + 5) % _WRAP
+        mark[index] = (inner[index] * _HASH_BASE + names[index] * 8_191 + content + 5) % _HASH_MODULUS
         up = parents[index]
         if up >= 0:
             stop[up] = max(stop[up], stop[index])
-            inner[up] = (inner[up] * _BASE * _BASE + mark[index] * 31 + 3) % _WRAP
-    return Tree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
+            inner[up] = (inner[up] * _HASH_BASE * _HASH_BASE + mark[index] * 31 + 3) % _HASH_MODULUS
+    return StepTree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
 
 
-def align_trees(base: Tree, new: Tree) -> list[int]:
+def align_trees(base: StepTree, new: StepTree) -> list[int]:
     """For each node of `new` the node of `base` at the same place; -1 where there is none."""
     nodes = [-1] * len(new.name)
     if not new.name or not base.name:
@@ -406,13 +417,13 @@ def align_trees(base: Tree, new: Tree) -> list[int]:
         left_children, right_children = base.children(left), new.children(right)
         if left_children and right_children:
             waiting += [
-                (left_children[at], right_children[to])
-                for at, to in pairs(base.items(left_children), new.items(right_children))
+                (left_children[base_index], right_children[to])
+                for base_index, to in match_items(base.items(left_children), new.items(right_children))
             ]
     return nodes
 
 
-def pairs(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
+def match_items(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
     """Places of elements that are the same in both lists, both ascending.
 
     Equal ends are taken as they are. Between them, of all ways to pair elements of one name in their order, the one is
@@ -427,22 +438,22 @@ def pairs(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
     high = back if equal.all() else int(np.argmin(equal))
     matched = [(index, index) for index in range(low)]
     # lists of any length block by block; of the pairs of each block only those in its first half are kept
-    at = to = low
+    left_position = to = low
     left_end, right_end = base.mark.size - high, new.mark.size - high
-    while at < left_end and to < right_end:
-        left_stop, right_stop = min(at + _BLOCK, left_end), min(to + _BLOCK, right_end)
-        ahead = _best(base.part(at, left_stop), new.part(to, right_stop))
-        last = at + _BLOCK >= left_end and to + _BLOCK >= right_end
-        kept = ahead if last else [pair for pair in ahead if max(pair) < _BLOCK // 2]
-        matched += [(at + row, to + column) for row, column in kept]
+    while left_position < left_end and to < right_end:
+        left_stop, right_stop = min(left_position + _MAX_BLOCK, left_end), min(to + _MAX_BLOCK, right_end)
+        ahead = _find_best_matching(base.part(left_position, left_stop), new.part(to, right_stop))
+        last = left_position + _MAX_BLOCK >= left_end and to + _MAX_BLOCK >= right_end
+        accepted = ahead if last else [pair for pair in ahead if max(pair) < _MAX_BLOCK // 2]
+        matched += [(left_position + row, to + column) for row, column in accepted]
         if last:
             break
-        row, column = kept[-1] if kept else (_BLOCK // 2, _BLOCK // 2)
-        at, to = at + row + 1, to + column + 1
+        row, column = accepted[-1] if accepted else (_MAX_BLOCK // 2, _MAX_BLOCK // 2)
+        left_position, to = left_position + row + 1, to + column + 1
     return matched + [(base.mark.size - k, new.mark.size - k) for k in range(high, 0, -1)]
 
 
-def _best(left: ListItems, right: ListItems) -> list[tuple[int, int]]:
+def _find_best_matching(left: ListItems, right: ListItems) -> list[tuple[int, int]]:
     """The pairing with the largest sum of weights, as early in both as possible."""
     rows, columns = left.name.size, right.name.size
     best = np.zeros((rows + 1, columns + 1), dtype=np.int32)
@@ -468,7 +479,7 @@ def _best(left: ListItems, right: ListItems) -> list[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class Union:
+class TreeUnion:
     """Places, parents before their children.
 
     The first tree that is added is the reference of its side; the reference of the second side is laid on that of the
@@ -484,11 +495,11 @@ class Union:
     parent: list[int] = field(default_factory=list)
     name: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     shape: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    _reference: list[tuple[Tree, list[int]] | None] = field(default_factory=lambda: [None, None])
-    _known: dict[tuple[int, int], tuple[Tree, list[int]]] = field(default_factory=dict)
+    _reference: list[tuple[StepTree, list[int]] | None] = field(default_factory=lambda: [None, None])
+    _known: dict[tuple[int, int], tuple[StepTree, list[int]]] = field(default_factory=dict)
     _more: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
 
-    def add(self, tree: Tree, side: int) -> list[int]:
+    def add(self, tree: StepTree, side: int) -> list[int]:
         """The place of each node of a tree.
 
         Args:
@@ -499,22 +510,24 @@ class Union:
         if stored is not None and len(stored[1]) == len(tree.name):
             return stored[1]
         reference = self._reference[side] or self._reference[0]
-        places = [-1] * len(tree.name)
+        union_nodes = [-1] * len(tree.name)
         if reference is not None:
-            places = [reference[1][at] if at >= 0 else -1 for at in align_trees(reference[0], tree)]
-        self._fill(tree, side, places)
+            union_nodes = [
+                reference[1][base_node] if base_node >= 0 else -1 for base_node in align_trees(reference[0], tree)
+            ]
+        self._fill(tree, side, union_nodes)
         if self._reference[side] is None:
-            self._reference[side] = (tree, places)
-        self._known[side, tree.mark[0]] = (tree, places)
-        return places
+            self._reference[side] = (tree, union_nodes)
+        self._known[side, tree.mark[0]] = (tree, union_nodes)
+        return union_nodes
 
-    def _fill(self, tree: Tree, side: int, places: list[int]) -> None:
+    def _fill(self, tree: StepTree, side: int, union_nodes: list[int]) -> None:
         """Give a place to every node that has none."""
         count: dict[tuple[int, int, int], int] = {}
-        taken = set(places)
+        used_nodes = set(union_nodes)
         for node, name in enumerate(tree.name):
-            if places[node] < 0:
-                up = places[tree.parent[node]] if tree.parent[node] >= 0 else -1
+            if union_nodes[node] < 0:
+                up = union_nodes[tree.parent[node]] if tree.parent[node] >= 0 else -1
                 shape = tree.shape[node]
                 while True:
                     nth = count.get((up, name, shape), 0)
@@ -523,25 +536,25 @@ class Union:
                     if index is None:
                         index = len(self.parent)
                         self.parent.append(up)
-                        for of_side in (0, 1):
-                            self.name[of_side].append(-1)
-                            self.shape[of_side].append(0)
+                        for side_index in (0, 1):
+                            self.name[side_index].append(-1)
+                            self.shape[side_index].append(0)
                         self._more[up, name, shape, nth] = index
-                    if index not in taken:
+                    if index not in used_nodes:
                         break
-                places[node] = index
-            index = places[node]
+                union_nodes[node] = index
+            index = union_nodes[node]
             if self.name[side][index] < 0:
                 self.name[side][index] = name
                 self.shape[side][index] = tree.shape[node]
 
 
-KERNELS = schema("place name nth kind count ns sum_ns", {"place": pl.Int64, "name": pl.Int64})
-STEPS = schema("rank step duration_ns")
+KERNELS = build_schema("place name nth kind count ns sum_ns", {"place": pl.Int64, "name": pl.Int64})
+STEPS = build_schema("rank step duration_ns")
 
 
 @dataclass(slots=True)
-class Side:
+class ComparedSide:
     """One side of a comparison, summed over its compared steps.
 
     Attributes:
@@ -567,46 +580,52 @@ class Side:
     outside_ns: int = 0
 
 
-def side(session: Session, number: int, union: Union, words: NameCodes, *, is_sequence: bool = False) -> Side:
+def build_side(
+    session: Session, number: int, union: TreeUnion, name_codes: NameCodes, *, is_sequence: bool = False
+) -> ComparedSide:
     """Lay the steps of a run on the union.
 
     Args:
         session: The run.
         number: 0 for base, 1 for new.
         union: Gets the places that it does not have.
-        words: Gets the names and shapes that it does not have.
+        name_codes: Gets the names and shapes that it does not have.
         is_sequence: Whether only the operators themselves are compared, as of a run and its replay; see `trees`.
     """
     steps, kernels, waiting = [], [], []
     reached: list[Ints] = []
     spent: list[tuple[Ints, Ints]] = []
-    out = Side(pl.DataFrame(schema=STEPS))
-    for of in (samples(trace) for trace in session.traces if trace.events.height):
-        call_trees = trees(of, words, is_sequence=is_sequence)
+    out = ComparedSide(pl.DataFrame(schema=STEPS))
+    for compared_steps in (select_compared_steps(trace) for trace in session.traces if trace.events.height):
+        call_trees = build_trees(compared_steps, name_codes, is_sequence=is_sequence)
         # the place of each host event that is an operator of a step; -1 of the others
         event_places = np.full(call_trees.node.size, -1, dtype=np.int64)
         for sample, tree in enumerate(call_trees.trees):
-            of_step = np.flatnonzero((call_trees.node >= 0) & (call_trees.sample == sample))
-            event_places[of_step] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[of_step]]
-        rank = pl.lit(of.trace.rank, dtype=pl.Int32).alias("rank")
-        steps.append(pl.DataFrame({"step": of.step, "duration_ns": of.durations}).select(rank, "step", "duration_ns"))
-        at = np.flatnonzero(call_trees.node >= 0)
-        reached.append(event_places[at])
+            step_rows = np.flatnonzero((call_trees.node >= 0) & (call_trees.sample == sample))
+            event_places[step_rows] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[step_rows]]
+        rank = pl.lit(compared_steps.trace.rank, dtype=pl.Int32).alias("rank")
+        steps.append(
+            pl.DataFrame({"step": compared_steps.step, "duration_ns": compared_steps.durations}).select(
+                rank, "step", "duration_ns"
+            )
+        )
+        tree_rows = np.flatnonzero(call_trees.node >= 0)
+        reached.append(event_places[tree_rows])
         main = np.flatnonzero(call_trees.main)
         spent.append((event_places[main], call_trees.self_ns[main]))
-        out.outside_ns += int(of.durations.sum()) - int(call_trees.self_ns[main].sum())
-        devices = device_time(of)
+        out.outside_ns += int(compared_steps.durations.sum()) - int(call_trees.self_ns[main].sum())
+        devices = measure_device_time(compared_steps)
         if devices.devices:
-            out.device_steps += devices.devices * of.spans.start.size
-            out.device_ns += devices.devices * int(of.durations.sum())
-            kernels.append(_work(of, devices, call_trees, event_places, words))
+            out.device_steps += devices.devices * compared_steps.spans.start.size
+            out.device_ns += devices.devices * int(compared_steps.durations.sum())
+            kernels.append(_assign_work_to_places(compared_steps, devices, call_trees, event_places, name_codes))
             waiting.append(devices.waiting)
     size = len(union.parent)
     out.steps = pl.concat(steps).cast(STEPS) if steps else out.steps
     out.count = np.bincount(np.concatenate([*reached, np.zeros(0, dtype=np.int64)]), minlength=size)
     out.host_ns = np.zeros(size, dtype=np.int64)
-    for places, ns in spent:
-        np.add.at(out.host_ns, places, ns)
+    for place_index, ns in spent:
+        np.add.at(out.host_ns, place_index, ns)
     if kernels:
         keys = ["place", "name", "nth", "kind"]
         sums = pl.concat(kernels).group_by(keys).agg(pl.col("count", "ns", "sum_ns").sum())
@@ -615,24 +634,26 @@ def side(session: Session, number: int, union: Union, words: NameCodes, *, is_se
     return out
 
 
-def _work(
-    of: ComparedSteps, devices: DeviceTime, call_trees: Trees, event_places: Ints, words: NameCodes
+def _assign_work_to_places(
+    compared_steps: ComparedSteps, devices: DeviceTime, call_trees: CallTrees, event_places: Ints, name_codes: NameCodes
 ) -> pl.DataFrame:
     """GPU work that was launched in the steps, or counts to them, by place."""
-    trace = of.trace
-    origin = attribute_to_launches(trace).origin
+    trace = compared_steps.trace
+    origin = attribute_to_launches(trace).launch_position
     owner = np.append(call_trees.above, -1)[origin]
     work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).select("event", "start_ns", "duration_ns")
     start = work["start_ns"].to_numpy()
-    began = np.searchsorted(of.spans.start, start, side="right") - 1
-    began = np.where((began >= 0) & (start < np.append(of.spans.end, 0)[began]), began, -1)
+    began = np.searchsorted(compared_steps.spans.start, start, side="right") - 1
+    began = np.where((began >= 0) & (start < np.append(compared_steps.spans.end, 0)[began]), began, -1)
     # Work belongs to the step that launched it; what no operator of a step launched, to that in which it began.
     owning_step = np.where(owner >= 0, np.append(call_trees.sample, -1)[owner], began)
     spent = devices.work.group_by("event").agg(pl.col("ns").sum())
-    kind = gpu_work(trace).select("event", pl.col("category").cast(pl.String).replace(KIND_OF).alias("kind"))
+    kind = select_gpu_work(trace).select(
+        "event", pl.col("category").cast(pl.String).replace(KIND_BY_CATEGORY).alias("kind")
+    )
     rows = work.with_columns(
         pl.Series("place", np.append(event_places, -1)[owner]),
-        pl.Series("name", work_names(trace, words)),
+        pl.Series("name", encode_work_names(trace, name_codes)),
         pl.Series("asked", owning_step),
         pl.Series("count", (owning_step >= 0).astype(np.int64)),
         pl.col("duration_ns").clip(lower_bound=0),

@@ -13,23 +13,23 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import forest, host_segments
-from traceloom.analyze.autograd import backward_of
+from traceloom.analyze.ancestry import build_forest, build_host_segments
+from traceloom.analyze.autograd import match_backward_ops
 from traceloom.analyze.gpu_work import attribute_to_launches
 from traceloom.analyze.host_events import classify_events
-from traceloom.analyze.host_time import main_lane
-from traceloom.analyze.intervals import coverage, union
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import NO_STEP, per_step, split_at_steps, whole_steps
+from traceloom.analyze.host_time import find_main_lane
+from traceloom.analyze.intervals import compute_coverage, merge_intervals
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import NO_STEP, select_whole_steps, split_at_steps, summarize_per_step
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows, to_nullable_series
-from traceloom.trace.batch import per_trace
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import gather_rows, get_event_column, to_nullable_series
+from traceloom.trace.batch import cache_per_trace
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
-COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)
+COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, UNOBSERVED = range(7)
 
 REGION_NAME = r"^Torch-Compiled Region: ([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
 _NAMES = {
@@ -54,15 +54,15 @@ _PHASES = {
     "code": r"^(GraphLowering\.compile_to_(fn|module)|PyCodeCache\.load_by_key_path|async_compile\.wait)( |$)",
 }
 STAGES = ("dynamo_ns", "guards_ns", "autograd_ns", "inductor_ns", "code_ns")
-_ID = r"compile_id=(?:!\d+/)?([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
-COMPILATIONS = schema(
+_COMPILE_ID = r"compile_id=(?:!\d+/)?([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
+COMPILATIONS = build_schema(
     "event region number recompile direction step lane start_ns duration_ns",
     *STAGES,
     {"direction": pl.Enum(["forward", "backward"])},
 )
 
 
-class Marks(Struct, frozen=True):
+class CompiledEvents(Struct, frozen=True):
     """Arrays of shape (host events,), in the forest's order.
 
     Attributes:
@@ -84,39 +84,41 @@ class Marks(Struct, frozen=True):
     any: bool
 
 
-@per_trace
-def marks(trace: Trace) -> Marks:
+@cache_per_trace
+def mark_compiled_events(trace: Trace) -> CompiledEvents:
     """Read the names of the host events.
 
     Time belongs to the nearest mark above it, but all of a compilation is compilation. Operators directly in a region
     run uncompiled, unless the region holds no graph at all: then its back end runs graphs operator by operator.
     """
-    tree = forest(trace)
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    matches = words.matching_each(list(_NAMES.values()))
-    named = {name: gather_rows(of_name, code) for name, of_name in zip(_NAMES, matches, strict=True)}
-    compiling = tree.topmost(named["compile"])
-    inside = tree.nearest_or_self(compiling) >= 0
-    region, graph = named["region"] & ~inside, tree.topmost(named["graph"]) & ~inside
-    looking_up = named["lookup"] & ~inside
+    tree = build_forest(trace)
+    vocabulary = build_vocabulary(trace)
+    code = vocabulary.code[tree.row]
+    matches = vocabulary.matching_each(list(_NAMES.values()))
+    masks = {name: gather_rows(name_matches, code) for name, name_matches in zip(_NAMES, matches, strict=True)}
+    compiling = tree.topmost(masks["compile"])
+    in_compiling = tree.nearest_or_self(compiling) >= 0
+    region, graph = masks["region"] & ~in_compiling, tree.topmost(masks["graph"]) & ~in_compiling
+    looking_up = masks["lookup"] & ~in_compiling
     within = tree.nearest_or_self(region)
     marked_part = np.full(code.size, -1, like=tree.row)
-    for number, mask in ((WRAPPER, region | (named["wrapper"] & ~inside)), (GRAPH, graph), (LOOKUP, looking_up)):
+    for number, mask in ((WRAPPER, region | (masks["wrapper"] & ~in_compiling)), (GRAPH, graph), (LOOKUP, looking_up)):
         marked_part[mask] = number
     nearest = tree.nearest_or_self(marked_part >= 0)
     part = np.append(marked_part, OUTSIDE)[nearest]
     is_op = classify_events(trace).op & (marked_part < 0)
     loose = (tree.nearest_or_self(is_op) > nearest) & (part == WRAPPER)
-    held = np.zeros(code.size + 1, dtype=np.bool_)
-    held[within[graph]] = True
-    part = np.where(loose, np.where(held[within], BREAK, GRAPH), part)
-    graph |= tree.topmost(is_op & loose & ~held[within] & ~inside)
-    part[inside] = COMPILE
-    return Marks(region, graph, compiling, looking_up, within, part, any(bool(mask.any()) for mask in named.values()))
+    has_graph = np.zeros(code.size + 1, dtype=np.bool_)
+    has_graph[within[graph]] = True
+    part = np.where(loose, np.where(has_graph[within], BREAK, GRAPH), part)
+    graph |= tree.topmost(is_op & loose & ~has_graph[within] & ~in_compiling)
+    part[in_compiling] = COMPILE
+    return CompiledEvents(
+        region, graph, compiling, looking_up, within, part, any(bool(mask.any()) for mask in masks.values())
+    )
 
 
-def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
+def list_compilations(trace: Trace, marks: CompiledEvents) -> pl.DataFrame:
     """Tell every compilation, in time order.
 
     Columns: event; region (`frame/number`, null where the trace does not number compilations: torch before 2.6),
@@ -125,53 +127,55 @@ def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
     apart), guards_ns, autograd_ns (the back end before Inductor: tracing forward and backward), inductor_ns (lowering
     and scheduling), code_ns (writing, compiling and loading code).
     """
-    tree, words = forest(trace), vocabulary(trace)
+    tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     rows = np.flatnonzero(marks.compiling)
     rows = rows[np.argsort(tree.row[rows], kind="stable")]
-    name_of = words.code[tree.row]
+    name_of = vocabulary.code[tree.row]
     # phases lie in each other; one that is not recorded belongs to the one around it, what lies in several to the last
     stage = np.zeros(tree.row.size, dtype=np.int64)
     for number, pattern in enumerate(_PHASES.values(), start=1):
-        stage[tree.nearest_or_self(gather_rows(words.matching(pattern), name_of)) >= 0] = number
+        stage[tree.nearest_or_self(gather_rows(vocabulary.matching(pattern), name_of)) >= 0] = number
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
     stages = [tree.subtree_sums(np.where(stage == number, own_ns, 0))[rows] for number in range(len(_PHASES) + 1)]
     # region and number by the first note inside the compilation that names its id
-    notes = np.flatnonzero(gather_rows(words.names.str.contains(_ID).to_numpy(), name_of))
+    notes = np.flatnonzero(gather_rows(vocabulary.names.str.contains(_COMPILE_ID).to_numpy(), name_of))
     first = np.searchsorted(notes, rows)
     has = (first < notes.size) & (np.append(notes, tree.row.size)[first] < tree.stop[rows])
     note = np.append(notes, 0)[np.where(has, first, notes.size)]
-    note_names = words.names.gather(name_of[note]) if rows.size else pl.Series([], dtype=pl.String)
+    note_names = vocabulary.names.gather(name_of[note]) if rows.size else pl.Series([], dtype=pl.String)
     frame = pl.DataFrame(
         {
             "event": tree.row[rows],
             "note": note_names,
             "has_note": has,
-            "backward": gather_rows(words.matching(_BACKWARD), name_of)[rows],
-            "step": to_nullable_series(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
+            "backward": gather_rows(vocabulary.matching(_BACKWARD), name_of)[rows],
+            "step": to_nullable_series(
+                get_event_column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)
+            ),
             "lane": tree.lane[rows],
             "start_ns": tree.start_ns[rows],
             "duration_ns": tree.span_ns()[rows],
             **dict(zip(STAGES, stages, strict=True)),
         }
     ).with_columns(
-        frame=pl.when("has_note").then(pl.col("note").str.extract(_ID, 1)),
-        number=pl.when("has_note").then(pl.col("note").str.extract(_ID, 2).cast(pl.Int64)),
+        frame=pl.when("has_note").then(pl.col("note").str.extract(_COMPILE_ID, 1)),
+        number=pl.when("has_note").then(pl.col("note").str.extract(_COMPILE_ID, 2).cast(pl.Int64)),
         direction=pl.when("backward").then(pl.lit("backward")).otherwise(pl.lit("forward")),
     )
     frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"), recompile=pl.col("number") > 0)
     return frame.pipe(cast_to_schema, COMPILATIONS)
 
 
-TIME = schema("lane step part ns", {"part": pl.Enum(PARTS)})
-DEVICE = schema("part device_ns kernel_count", {"part": pl.Enum(PARTS)})
-REGIONS = schema(
+TIME = build_schema("lane step part ns", {"part": pl.Enum(PARTS)})
+DEVICE = build_schema("part device_ns kernel_count", {"part": pl.Enum(PARTS)})
+REGIONS = build_schema(
     "region frame number function count host_ns graph_ns wrapper_ns break_ns graph_break_count",
     "device_ns backward_host_ns backward_device_ns mean_host_ns min_host_ns max_host_ns step_count",
     {"frame": pl.Int64},
 )
-BREAKS = schema("region resumed place count between_ns lookup_ns uncompiled_device_ns", {"place": pl.String})
-GRAPHS = schema("name region count host_ns device_ns")
-UNCOMPILED = schema("part name count host_ns device_ns", {"part": pl.Enum(PARTS)})
+BREAKS = build_schema("region resumed place count between_ns lookup_ns uncompiled_device_ns", {"place": pl.String})
+GRAPHS = build_schema("name region count host_ns device_ns")
+UNCOMPILED = build_schema("part name count host_ns device_ns", {"part": pl.Enum(PARTS)})
 _PLACE = r"^(.*)\((\d+)\): (torch_dynamo_resume_in_.*)$"
 
 
@@ -223,7 +227,7 @@ class Compiled(Result):
 
 
 @cache
-def _nothing() -> Compiled:
+def _build_empty_result() -> Compiled:
     return Compiled(
         time=TIME.to_frame(),
         device=DEVICE.to_frame(),
@@ -242,45 +246,45 @@ def _nothing() -> Compiled:
 
 def compiled(trace: Trace) -> Compiled:
     """Account for torch.compile: regions, graph breaks, lookups, compilations, and what ran uncompiled."""
-    event_marks = marks(trace)
+    event_marks = mark_compiled_events(trace)
     if not event_marks.any:
-        return _nothing()
-    tree, segments, work = forest(trace), host_segments(trace), attribute_to_launches(trace)
+        return _build_empty_result()
+    tree, segments, work = build_forest(trace), build_host_segments(trace), attribute_to_launches(trace)
     lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
-    main = main_lane(trace)
+    main = find_main_lane(trace)
     lanes = lanes if main is None else np.union1d(lanes, [main])
     on_lanes = np.flatnonzero(np.isin(segments.lane, lanes))
-    pieces, step = split_at_steps(trace, segments.start_ns[on_lanes], segments.end_ns[on_lanes])
-    rows = on_lanes[pieces.source]
-    part = np.append(event_marks.part, NOTHING)[segments.owner[rows].astype(np.int64)]
+    step_spans, step = split_at_steps(trace, segments.start_ns[on_lanes], segments.end_ns[on_lanes])
+    rows = on_lanes[step_spans.source]
+    part = np.append(event_marks.part, UNOBSERVED)[segments.owner[rows].astype(np.int64)]
     time = pl.DataFrame(
         {
             "lane": segments.lane[rows],
             "step": to_nullable_series(step, absent=int(NO_STEP)),
             "part": pl.Series(PARTS).gather(part),
-            "ns": pieces.end_ns - pieces.start_ns,
+            "ns": step_spans.end_ns - step_spans.start_ns,
         }
     ).pipe(cast_to_schema, TIME)
-    part = np.append(event_marks.part, OUTSIDE)[work.origin]
+    part = np.append(event_marks.part, OUTSIDE)[work.launch_position]
     device = pl.DataFrame(
         {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
     ).pipe(cast_to_schema, DEVICE)
     # of each host event alone, without what lies below it
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
-    own_device_ns, _, _ = work.by_owner(np.arange(tree.row.size))
+    own_device_ns, _, _ = work.sum_by_owner(np.arange(tree.row.size))
     lookups = np.flatnonzero(event_marks.looking_up)
     after = tree.stop[lookups]
     same = np.append(tree.lane, -1)[after] == tree.lane[lookups]
     missed = same & np.append(event_marks.compiling, False)[after]
-    table = compilations(trace, event_marks)
+    table = list_compilations(trace, event_marks)
     return Compiled(
         time.group_by("lane", "step", "part").agg(pl.col("ns").sum()).sort("lane", "step", "part"),
         device.group_by("part").agg(pl.col("device_ns", "kernel_count").sum()).sort("part"),
-        _regions(trace, event_marks, own_ns, own_device_ns),
-        _graphs(trace, event_marks, own_ns, own_device_ns),
-        _breaks(trace, event_marks, own_device_ns),
+        _summarize_regions(trace, event_marks, own_ns, own_device_ns),
+        _summarize_graphs(trace, event_marks, own_ns, own_device_ns),
+        _find_graph_breaks(trace, event_marks, own_device_ns),
         table,
-        _uncompiled(trace, event_marks, own_ns, own_device_ns),
+        _list_uncompiled_ops(trace, event_marks, own_ns, own_device_ns),
         lookup_count=int(lookups.size),
         lookup_ns=int(tree.span_ns()[lookups].sum()),
         miss_count=int(missed.sum()),
@@ -289,28 +293,30 @@ def compiled(trace: Trace) -> Compiled:
     )
 
 
-def _names(trace: Trace, rows: Ints) -> pl.Series:
+def _get_event_names(trace: Trace, rows: Ints) -> pl.Series:
     """Names of host events, by their positions in the forest; null for -1."""
-    words = vocabulary(trace)
-    return words.names.gather(pl.Series(words.code[forest(trace).row[rows]]).set(pl.Series(rows < 0), None))
+    vocabulary = build_vocabulary(trace)
+    return vocabulary.names.gather(
+        pl.Series(vocabulary.code[build_forest(trace).row[rows]]).set(pl.Series(rows < 0), None)
+    )
 
 
-def _functions(trace: Trace, rows: Ints) -> pl.Series:
+def _find_region_functions(trace: Trace, rows: Ints) -> pl.Series:
     """The Python frame right inside each region; null without one."""
-    tree = forest(trace)
+    tree = build_forest(trace)
     child = np.minimum(rows + 1, tree.row.size - 1)
-    python = column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(cat.PYTHON)
-    return _names(trace, np.where((tree.parent[child] == rows) & python, child, -1))
+    python = get_event_column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(cat.PYTHON)
+    return _get_event_names(trace, np.where((tree.parent[child] == rows) & python, child, -1))
 
 
-def _region_of(trace: Trace, rows: Ints) -> pl.Series:
+def _get_region_ids(trace: Trace, rows: Ints) -> pl.Series:
     """`frame/number` of compiled regions; null for -1."""
-    names = _names(trace, rows)
+    names = _get_event_names(trace, rows)
     return names.str.extract(REGION_NAME, 1) + "/" + names.str.extract(REGION_NAME, 2)
 
 
-def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
-    tree = forest(trace)
+def _summarize_regions(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+    tree = build_forest(trace)
     rows = np.flatnonzero(event_marks.region)
 
     def by_region(region: Ints, values: Ints) -> Ints:
@@ -319,15 +325,15 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
         sums: Ints = total[rows]
         return sums
 
-    inside = np.flatnonzero(event_marks.within >= 0)
-    at, part, own = event_marks.within[inside], event_marks.part[inside], own_ns[inside]
-    graph_ns = by_region(at, np.where(part == GRAPH, own, 0))
-    break_ns = by_region(at, np.where(part == BREAK, own, 0))
-    host_ns = by_region(at, np.where((part == COMPILE) | (part == LOOKUP), 0, own))
-    above = tree.nearest(event_marks.region)[rows]
+    region_rows = np.flatnonzero(event_marks.within >= 0)
+    regions, part, self_ns = event_marks.within[region_rows], event_marks.part[region_rows], own_ns[region_rows]
+    graph_ns = by_region(regions, np.where(part == GRAPH, self_ns, 0))
+    break_ns = by_region(regions, np.where(part == BREAK, self_ns, 0))
+    host_ns = by_region(regions, np.where((part == COMPILE) | (part == LOOKUP), 0, self_ns))
+    outer_region = tree.nearest(event_marks.region)[rows]
     # the backward of each region's graphs, without compiling it; null where unknown
     backward = dict.fromkeys(("backward_host_ns", "backward_device_ns"), pl.Series([None] * rows.size, dtype=pl.Int64))
-    joined = backward_of(trace)
+    joined = match_backward_ops(trace)
     if joined is not None:
         graphs = event_marks.graph[joined.backward] & (event_marks.within[joined.forward] >= 0)
         region = event_marks.within[joined.forward[graphs]]
@@ -336,15 +342,17 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
             backward[name] = pl.Series(by_region(region, tree.subtree_sums(values)[joined.backward[graphs]]))
     frame = pl.DataFrame(
         {
-            "name": _names(trace, rows),
-            "function": _functions(trace, rows),
-            "step": to_nullable_series(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
+            "name": _get_event_names(trace, rows),
+            "function": _find_region_functions(trace, rows),
+            "step": to_nullable_series(
+                get_event_column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)
+            ),
             "graph_ns": graph_ns,
             "break_ns": break_ns,
             "host_ns": host_ns,
             "wrapper_ns": host_ns - graph_ns - break_ns,
-            "graph_break_count": np.bincount(above[above >= 0], minlength=tree.row.size)[rows],
-            "device_ns": by_region(at, own_device_ns[inside]),
+            "graph_break_count": np.bincount(outer_region[outer_region >= 0], minlength=tree.row.size)[rows],
+            "device_ns": by_region(regions, own_device_ns[region_rows]),
             **backward,
         }
     ).with_columns(
@@ -353,7 +361,7 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
     )
     frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"))
     back = pl.col(list(backward))
-    spread = per_step(frame.cast({"step": pl.Int32}), ["region"], ["host_ns"], whole_steps(trace))
+    spread = summarize_per_step(frame.cast({"step": pl.Int32}), ["region"], ["host_ns"], select_whole_steps(trace))
     return (
         frame.group_by("region", "frame", "number")
         .agg(
@@ -368,13 +376,13 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
     )
 
 
-def _graphs(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
-    tree = forest(trace)
+def _summarize_graphs(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+    tree = build_forest(trace)
     rows = np.flatnonzero(event_marks.graph)
     frame = pl.DataFrame(
         {
-            "name": _names(trace, rows),
-            "region": _region_of(trace, event_marks.within[rows]),
+            "name": _get_event_names(trace, rows),
+            "region": _get_region_ids(trace, event_marks.within[rows]),
             "host_ns": tree.subtree_sums(np.where(event_marks.part != COMPILE, own_ns, 0))[rows],
             "device_ns": tree.subtree_sums(own_device_ns)[rows],
         }
@@ -385,11 +393,11 @@ def _graphs(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints)
     return summed.pipe(cast_to_schema, GRAPHS).sort("host_ns", "name", descending=[True, False])
 
 
-def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFrame:
-    tree = forest(trace)
+def _find_graph_breaks(trace: Trace, event_marks: CompiledEvents, own_device_ns: Ints) -> pl.DataFrame:
+    tree = build_forest(trace)
     region = np.flatnonzero(event_marks.region)
-    above = tree.nearest(event_marks.region)[region]
-    child, parent = region[above >= 0], above[above >= 0]
+    outer_region = tree.nearest(event_marks.region)[region]
+    child, parent = region[outer_region >= 0], outer_region[outer_region >= 0]
     if not child.size:
         return BREAKS.to_frame()
     last = np.maximum.accumulate(np.where(event_marks.graph, np.arange(tree.row.size), -1))[child]
@@ -402,16 +410,16 @@ def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFra
         rows = np.flatnonzero(mask)
         for lane in np.unique(tree.lane[child]).tolist():
             lane_rows, on_lane = rows[tree.lane[rows] == lane], tree.lane[child] == lane
-            busy = union(tree.start_ns[lane_rows], tree.end_ns[lane_rows])
-            values[on_lane] = coverage(busy, since[on_lane], until[on_lane])
+            busy = merge_intervals(tree.start_ns[lane_rows], tree.end_ns[lane_rows])
+            values[on_lane] = compute_coverage(busy, since[on_lane], until[on_lane])
     loose = (event_marks.part == BREAK) & (event_marks.within >= 0)
     loose_ns = np.append(0, np.cumsum(np.where(loose, own_device_ns, 0)))
     first = np.where(own_graph, np.append(tree.stop, 0)[last], parent)
     frame = pl.DataFrame(
         {
-            "region": _region_of(trace, parent),
-            "resumed": _region_of(trace, child),
-            "function": _functions(trace, child),
+            "region": _get_region_ids(trace, parent),
+            "resumed": _get_region_ids(trace, child),
+            "function": _find_region_functions(trace, child),
             "between_ns": until - since - spent[0],
             "lookup_ns": spent[1],
             "uncompiled_device_ns": loose_ns[child] - loose_ns[np.minimum(first, child)],
@@ -431,15 +439,15 @@ def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFra
     )
 
 
-def _uncompiled(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
+def _list_uncompiled_ops(trace: Trace, event_marks: CompiledEvents, own_ns: Ints, own_device_ns: Ints) -> pl.DataFrame:
     """Outermost operators outside compiled graphs; the time of compiled work inside them is left out."""
-    tree = forest(trace)
+    tree = build_forest(trace)
     loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
     rows = np.flatnonzero(tree.topmost(classify_events(trace).op & loose))
     frame = pl.DataFrame(
         {
             "part": pl.Series(PARTS).gather(event_marks.part[rows]),
-            "name": _names(trace, rows),
+            "name": _get_event_names(trace, rows),
             "host_ns": tree.subtree_sums(np.where(loose, own_ns, 0))[rows],
             "device_ns": tree.subtree_sums(np.where(loose, own_device_ns, 0))[rows],
         }

@@ -8,21 +8,27 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import union
-from traceloom.analyze.kernel_rules import stepped_work
-from traceloom.analyze.steps import per_step, whole_steps
-from traceloom.trace.batch import TRACE, of_each, of_events, stacked, unstacked
-from traceloom.trace.frames import Result, schema
+from traceloom.analyze.intervals import merge_intervals
+from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
+from traceloom.analyze.steps import select_whole_steps, summarize_per_step
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    concatenate_by_trace,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import copy_kind
 
 KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
-KIND_SCHEMA = schema(
+KIND_SCHEMA = build_schema(
     "device kind source_memory target_memory by_kernel pageable count bytes unsized_count",
     "total_ns union_ns instant_count instant_bytes bytes_per_s min_bytes_per_s max_bytes_per_s",
 )
-OP_SCHEMA = schema("op kind pageable count bytes total_ns")
-CURVE_SCHEMA = schema("device kind time_ns bytes_per_s")
+OP_SCHEMA = build_schema("op kind pageable count bytes total_ns")
+CURVE_SCHEMA = build_schema("device kind time_ns bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -51,29 +57,33 @@ class Copies(Result):
     curve: pl.DataFrame
 
 
-_TIMED = (pl.col("ns") > 0) & pl.col("bytes").is_not_null()
-_BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
+_HAS_BANDWIDTH = (pl.col("ns") > 0) & pl.col("bytes").is_not_null()
+_TOTAL_BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
 
 
 def copies(trace: Trace) -> Copies:
     """Add up copies and fills."""
-    return _of_each(trace)
+    return _summarize_copies(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
-    rows = _rows(traces)
+@run_in_batches
+def _summarize_copies(traces: Sequence[Trace]) -> Iterable[Copies]:
+    rows = _collect_copies(traces)
     ops = (
-        rows.group_by(TRACE, of_events(traces, rows, "op", "name").alias("op"), "kind", "pageable")
-        .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
-        .sort([TRACE, "total_ns", "op", "kind", "pageable"], descending=[False, True] + [False] * 3, nulls_last=True)
+        rows.group_by(TRACE_COLUMN, gather_event_column(traces, rows, "op", "name").alias("op"), "kind", "pageable")
+        .agg(pl.len().alias("count"), _TOTAL_BYTES, pl.col("ns").sum().alias("total_ns"))
+        .sort(
+            [TRACE_COLUMN, "total_ns", "op", "kind", "pageable"],
+            descending=[False, True] + [False] * 3,
+            nulls_last=True,
+        )
     )
-    keys = [TRACE, "device", "kind"]
+    keys = [TRACE_COLUMN, "device", "kind"]
     counted = rows.with_columns(
         call_count=pl.lit(1, pl.Int64), copied_bytes=pl.col("bytes").fill_null(0), total_ns="ns"
     )
-    steps = stacked(map(whole_steps, traces))
-    spread = per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], steps)
+    steps = concatenate_by_trace(map(select_whole_steps, traces))
+    spread = summarize_per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], steps)
     unsized = rows.filter(pl.col("bytes").is_null())[keys].unique()
     if unsized.height:
         spread = (
@@ -81,25 +91,28 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
                 unsized.with_columns(unsized=True), on=keys, how="left", nulls_equal=True, maintain_order="left"
             )
             .with_columns(
-                pl.when(pl.col("unsized").is_null()).then(f"{how}_copied_bytes").alias(f"{how}_copied_bytes")
-                for how in ("mean", "min", "max")
+                pl.when(pl.col("unsized").is_null())
+                .then(f"{statistic}_copied_bytes")
+                .alias(f"{statistic}_copied_bytes")
+                for statistic in ("mean", "min", "max")
             )
             .drop("unsized")
         )
     unions = [
-        union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total for part in rows.partition_by(TRACE, *KEYS)
+        merge_intervals(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
+        for part in rows.partition_by(TRACE_COLUMN, *KEYS)
     ]
     instant = pl.col("ns") == 0
-    rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
-    table = rows.group_by(TRACE, *KEYS, maintain_order=True).agg(
+    rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_HAS_BANDWIDTH)
+    table = rows.group_by(TRACE_COLUMN, *KEYS, maintain_order=True).agg(
         pl.col("pageable").first(),
         pl.len().alias("count"),
-        _BYTES,
+        _TOTAL_BYTES,
         pl.col("bytes").null_count().alias("unsized_count"),
         pl.col("ns").sum().alias("total_ns"),
         instant.sum().alias("instant_count"),
         pl.col("bytes").filter(instant).sum().alias("instant_bytes"),
-        (pl.col("bytes").filter(_TIMED).sum() / pl.col("ns").filter(_TIMED).sum() * 1e9)
+        (pl.col("bytes").filter(_HAS_BANDWIDTH).sum() / pl.col("ns").filter(_HAS_BANDWIDTH).sum() * 1e9)
         .fill_nan(None)
         .alias("bytes_per_s"),
         rate.min().alias("min_bytes_per_s"),
@@ -107,7 +120,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
     )
     # Up by the copy's own bandwidth where it begins, down where it ends
     curves: list[list[pl.DataFrame]] = [[CURVE_SCHEMA.to_frame()] for _ in traces]
-    for part in rows.filter(_TIMED).partition_by(keys):
+    for part in rows.filter(_HAS_BANDWIDTH).partition_by(keys):
         number, device, kind = part[keys].row(0)
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         rate = part["bytes"].to_numpy() / (end - start) * 1e9
@@ -125,29 +138,29 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
             )
         )
     table = table.hstack([pl.Series("union_ns", unions, dtype=pl.Int64)]).sort(
-        [TRACE, "total_ns", *KEYS], descending=[False, True] + [False] * len(KEYS), nulls_last=True
+        [TRACE_COLUMN, "total_ns", *KEYS], descending=[False, True] + [False] * len(KEYS), nulls_last=True
     )
-    of_kinds, of_ops = unstacked(table, traces, KIND_SCHEMA), unstacked(ops, traces, OP_SCHEMA)
-    return map(Copies, of_kinds, of_ops, unstacked(spread, traces), map(pl.concat, curves))
+    kind_tables, op_tables = split_by_trace(table, traces, KIND_SCHEMA), split_by_trace(ops, traces, OP_SCHEMA)
+    return map(Copies, kind_tables, op_tables, split_by_trace(spread, traces), map(pl.concat, curves))
 
 
-def _rows(traces: Sequence[Trace]) -> pl.DataFrame:
+def _collect_copies(traces: Sequence[Trace]) -> pl.DataFrame:
     """One row per copy or fill: trace, the keys, bytes, start_ns, end_ns, op, ns, step, pageable."""
-    work = stepped_work(traces).filter(pl.col("category") == "memory")
-    recorded = stacked(trace.copies for trace in traces).rename({"kind": "direction"})
-    named = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
-    by_name = pl.DataFrame(
-        {"name": named["name"], "named": [copy_kind(name) for name in named["name"].to_list()]},
+    work = select_gpu_work_with_steps(traces).filter(pl.col("category") == "memory")
+    recorded = concatenate_by_trace(trace.copies for trace in traces).rename({"kind": "direction"})
+    kernel_names = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
+    name_kinds = pl.DataFrame(
+        {"name": kernel_names["name"], "named": [copy_kind(name) for name in kernel_names["name"].to_list()]},
         schema={"name": pl.String, "named": pl.String},
     )
     memory = (pl.col("source_memory"), pl.col("target_memory"))
     host = [pl.col(side).is_in(["host", "memory"]) for side in ("source_memory", "target_memory")]
     kind = pl.coalesce("direction", "named", pl.lit("unknown"))
     return (
-        work.join(recorded, on=[TRACE, "event"], how="left", maintain_order="left")
-        .join(by_name, on="name", how="left", maintain_order="left")
+        work.join(recorded, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
+        .join(name_kinds, on="name", how="left", maintain_order="left")
         .select(
-            TRACE,
+            TRACE_COLUMN,
             "event",
             "device",
             kind.alias("kind"),

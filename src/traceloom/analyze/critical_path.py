@@ -24,41 +24,41 @@ from traceloom.analyze.critical_path_pieces import (
     ClassType,
     PathPieces,
     PathWindow,
-    clocks,
-    pieces,
+    build_path_pieces,
+    find_data_waits,
+    find_median_graph_step,
+    find_median_step,
+    find_path_window,
+    match_clocks,
     split,
-    usual_step,
-    usual_step_of,
-    waits_for_data,
-    window_of,
 )
 from traceloom.errors import UsageError
 from traceloom.graph import graph as gs
 from traceloom.graph import link_session
-from traceloom.graph.critical_path import slack_ns
-from traceloom.graph.graph import Graph, point_times
-from traceloom.graph.law import HONEST, Law, law
+from traceloom.graph.critical_path import compute_slack_ns
+from traceloom.graph.graph import Graph, get_point_times
+from traceloom.graph.law import MAX_ERROR_SHARE, Law, law
 from traceloom.system import units
 from traceloom.trace.array_types import Ints
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
-PATH = schema(
+PATH = build_schema(
     "start_ns duration_ns class node kind name rank lane thread event edge along_edge evidence",
     {"class": ClassType, "kind": gs.NodeKind, "edge": gs.EdgeKind, "evidence": gs.Evidence},
 )
-CLASS_ROWS = schema("class duration_ns fraction piece_count", {"class": ClassType})
-RANKS = schema("rank class duration_ns fraction", {"class": ClassType})
-NAMES = schema(
+CLASS_ROWS = build_schema("class duration_ns fraction piece_count", {"class": ClassType})
+RANKS = build_schema("rank class duration_ns fraction", {"class": ClassType})
+NAMES = build_schema(
     "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns", {"class": ClassType}
 )
-STRETCHES = schema(
+STRETCHES = build_schema(
     "start_ns duration_ns rank where kind process thread device stream class",
     "class_ns name name_ns piece_count first_event last_event edge evidence",
     {"where": pl.String, "class": ClassType, "edge": gs.EdgeKind, "evidence": gs.Evidence},
 )
-_WORK = {
+_CLASS_BY_KIND = {
     gs.KERNEL: COMPUTE,
     gs.COLLECTIVE: COMMUNICATION,
     gs.SEND: COMMUNICATION,
@@ -71,42 +71,44 @@ _WORK = {
     gs.BLOCK: SYNCHRONISATION,
 }
 
-_WORK_OF = np.array([list(CLASSES).index(_WORK[kind]) if kind in _WORK else -1 for kind in gs.NODE_KINDS])
+_CLASS_CODE_BY_KIND = np.array(
+    [list(CLASSES).index(_CLASS_BY_KIND[kind]) if kind in _CLASS_BY_KIND else -1 for kind in gs.NODE_KINDS]
+)
 
 
-def tables_path(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
+def build_path_table(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
     """The pieces with what they are of."""
     node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
     columns = ("node", "kind", "name", "rank", "lane", "event")
-    of_node = pl.DataFrame([graph.nodes[column][node.cast(pl.UInt32)] for column in columns])
-    of_edge = pl.DataFrame([graph.edges[column][edge.cast(pl.UInt32)] for column in ("kind", "evidence")])
-    threads = graph.lanes["name"][of_node["lane"]] if graph.lanes.height else pl.Series([None] * node.len())
-    return of_node.with_columns(
+    node_fields = pl.DataFrame([graph.nodes[column][node.cast(pl.UInt32)] for column in columns])
+    edge_fields = pl.DataFrame([graph.edges[column][edge.cast(pl.UInt32)] for column in ("kind", "evidence")])
+    threads = graph.lanes["name"][node_fields["lane"]] if graph.lanes.height else pl.Series([None] * node.len())
+    return node_fields.with_columns(
         # What comes before the path begins is waiting for the rank that it begins on.
         pl.col("rank").fill_null(strategy="backward"),
         pl.Series("start_ns", pieces.start + graph.epoch_ns),
         pl.Series("duration_ns", pieces.end - pieces.start),
         pl.Series(list(CLASSES), dtype=ClassType)[pieces.kind].alias("class"),
         threads.alias("thread"),
-        of_edge["kind"].alias("edge"),
-        of_edge["evidence"],
+        edge_fields["kind"].alias("edge"),
+        edge_fields["evidence"],
         pl.Series("along_edge", pieces.along),
     ).pipe(cast_to_schema, PATH)
 
 
-def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
+def merge_path_stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
     """The path lane by lane: neighbouring pieces of one lane as one."""
     run = (pl.col("lane").is_null() | (pl.col("lane") != pl.col("lane").shift(1)).fill_null(value=True)).cum_sum()
     placed = rows.lazy().with_columns(run.alias("run"))
     length = pl.col("duration_ns").sum()
-    whole = placed.group_by("run", maintain_order=True).agg(
+    merged = placed.group_by("run", maintain_order=True).agg(
         pl.col("start_ns", "rank", "lane", "edge", "evidence").first(),
         length,
         pl.len().alias("piece_count"),
         pl.col("event").drop_nulls().first().alias("first_event"),
         pl.col("event").drop_nulls().last().alias("last_event"),
     )
-    most = [
+    largest_frames = [
         placed.group_by("run", key, maintain_order=True)
         .agg(length.alias(f"{key}_ns"))
         .sort("run", f"{key}_ns", descending=[False, True], maintain_order=True)
@@ -117,17 +119,17 @@ def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
     lanes = graph.lanes.lazy().select(
         "lane", "kind", "process", "thread", "device", "stream", pl.col("name").alias("where")
     )
-    for frame in most:
-        whole = whole.join(frame, on="run", how="left", maintain_order="left")
-    collected = whole.join(lanes, on="lane", how="left", maintain_order="left").collect()
+    for frame in largest_frames:
+        merged = merged.join(frame, on="run", how="left", maintain_order="left")
+    collected = merged.join(lanes, on="lane", how="left", maintain_order="left").collect()
     return collected.with_columns(pl.col("kind").cast(pl.String)).pipe(cast_to_schema, STRETCHES)
 
 
-def tables_classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
+def build_class_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     """Time by class; every class has a row."""
     summed = rows.group_by("class").agg(pl.col("duration_ns").sum(), pl.len().alias("piece_count"))
-    every = pl.DataFrame({"class": list(CLASSES)}, schema={"class": ClassType})
-    filled = every.join(summed, on="class", how="left", maintain_order="left").with_columns(
+    all_classes = pl.DataFrame({"class": list(CLASSES)}, schema={"class": ClassType})
+    filled = all_classes.join(summed, on="class", how="left", maintain_order="left").with_columns(
         pl.col("duration_ns", "piece_count").fill_null(0)
     )
     return filled.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(
@@ -135,36 +137,38 @@ def tables_classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     )
 
 
-def tables_ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
+def build_rank_table(rows: pl.DataFrame, length: int) -> pl.DataFrame:
     """Time by rank and class, the ranks with the most of the path first."""
     summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
-    whole = pl.col("duration_ns").sum().over("rank")
-    ordered = summed.sort([whole, "rank", "duration_ns", "class"], descending=[True, False, True, False])
+    rank_total = pl.col("duration_ns").sum().over("rank")
+    ordered = summed.sort([rank_total, "rank", "duration_ns", "class"], descending=[True, False, True, False])
     return ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(cast_to_schema, RANKS)
 
 
-def tables_names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
+def build_name_table(
+    graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near_slack_ns: int
+) -> pl.DataFrame:
     """Work of the window by name, with its part of the path and the slack of what is not on it."""
     # Of the way along edges only the transfer of a communication is its own time; the rest is between things.
-    own = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)
+    work_rows = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)
     loading = pl.col("duration_ns").filter(pl.col("class") == DATA).sum().alias("data_ns")
-    on_path = own.drop_nulls("node").group_by("node").agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
+    on_path = work_rows.drop_nulls("node").group_by("node").agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
     start, duration = (graph.nodes[column].to_numpy() for column in ("start_ns", "duration_ns"))
-    kind = _WORK_OF[graph.nodes["kind"].to_physical().to_numpy()]
-    at = np.flatnonzero((kind >= 0) & (start < window.high) & (start + duration >= window.low))
+    kind = _CLASS_CODE_BY_KIND[graph.nodes["kind"].to_physical().to_numpy()]
+    node_rows = np.flatnonzero((kind >= 0) & (start < window.high) & (start + duration >= window.low))
     shares = np.zeros((2, graph.nodes.height), dtype=np.int64)
     shares[:, on_path["node"].to_numpy()] = on_path["path_ns"].to_numpy(), on_path["data_ns"].to_numpy()
-    slack = slack[at]
+    slack = slack[node_rows]
     work = pl.LazyFrame(
         {
-            "class": pl.Series(list(CLASSES), dtype=ClassType)[kind[at].astype(np.uint32)],
-            "name": graph.nodes["name"][at],
-            "duration_ns": duration[at],
-            "path_ns": shares[0, at],
-            "data_ns": shares[1, at],
+            "class": pl.Series(list(CLASSES), dtype=ClassType)[kind[node_rows].astype(np.uint32)],
+            "name": graph.nodes["name"][node_rows],
+            "duration_ns": duration[node_rows],
+            "path_ns": shares[0, node_rows],
+            "data_ns": shares[1, node_rows],
             "slack_ns": slack,
             "off": slack > 0,
-            "near": (slack > 0) & (slack <= near),
+            "near": (slack > 0) & (slack <= near_slack_ns),
         }
     )
     summed = work.group_by("class", "name").agg(
@@ -191,7 +195,7 @@ def tables_names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: In
     )
 
 
-_WORTH_SAYING = 0.005
+_MIN_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -272,15 +276,15 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     """
     if isinstance(of, Graph):
         session, graph = None, of
-        step = usual_step_of(graph) if step is None else step
+        step = find_median_graph_step(graph) if step is None else step
     else:
         session = Session((of,), of.meta.path) if isinstance(of, Trace) else of
-        step = usual_step(session.traces) if step is None else step
+        step = find_median_step(session.traces) if step is None else step
         graph = link_session(session, step=step)
     if graph.nodes.height <= graph.ranks.height:
         raise UsageError("the traces hold no timed events, so there is no path through them", slug="nothing-to-link")
-    window = window_of(graph, step, session)
-    path_pieces = pieces(graph, window)
+    window = find_path_window(graph, step, session)
+    path_pieces = build_path_pieces(graph, window)
     if session is not None:
         # Host time on the path in which the loop waits for its data
         lane_of = np.append(graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
@@ -290,32 +294,32 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
                 np.unique(path_pieces.node[(path_pieces.node >= 0) & (path_pieces.kind == code)])
             )
         )
-        for trace, clock in clocks(graph, session, window.step):
+        for trace, clock in match_clocks(graph, session, window.step):
             if clock.rank not in ranks:
                 continue
-            for lane, start, end in waits_for_data(graph, trace, clock.rank, clock.shift):
+            for lane, start, end in find_data_waits(graph, trace, clock.rank, clock.shift):
                 on_lane = (path_pieces.kind == code) & (lane_of[path_pieces.node] == lane)
                 path_pieces = split(path_pieces, on_lane, start, end, DATA)
     length = window.high - window.low
-    near = length // 100
-    slack = slack_ns(graph, int(point_times(graph)[window.last]))
-    path = tables_path(graph, path_pieces)
-    classes = tables_classes(path, length)
-    names = tables_names(graph, window, path, slack, near)
+    near_slack_ns = length // 100
+    slack = compute_slack_ns(graph, int(get_point_times(graph)[window.last]))
+    path = build_path_table(graph, path_pieces)
+    classes = build_class_table(path, length)
+    names = build_name_table(graph, window, path, slack, near_slack_ns)
     nodes = graph.nodes.select("node", "rank", "event", pl.Series("slack_ns", slack))
     graph_law = law(graph)
     return CriticalPath(
-        sentence=_sentence(window, path, classes, graph_law),
+        sentence=_describe_path(window, path, classes, graph_law),
         step=window.step,
         start_ns=graph.epoch_ns + window.low,
         window_ns=length,
         path=path,
-        stretches=stretches(graph, path),
+        stretches=merge_path_stretches(graph, path),
         classes=classes,
-        ranks=tables_ranks(path, length),
+        ranks=build_rank_table(path, length),
         names=names,
         node_slack=nodes,
-        near_slack_ns=near,
+        near_slack_ns=near_slack_ns,
         law=graph_law,
     )
 
@@ -328,7 +332,7 @@ _LABELS = {
 }
 
 
-def _sentence(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law) -> str:
+def _describe_path(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, graph_law: Law) -> str:
     length = window.high - window.low
     sums = dict(classes.select("class", "duration_ns").rows())
     late = path.head(1).filter(pl.col("node").is_null())
@@ -336,14 +340,14 @@ def _sentence(window: PathWindow, path: pl.DataFrame, classes: pl.DataFrame, gra
     if late.height:
         waited = int(late["duration_ns"][0])
         rank = late["rank"][0]
-        begins = "before anything is recorded" if rank is None else f"before rank {rank} began"
+        start_text = "before anything is recorded" if rank is None else f"before rank {rank} began"
         parts = [(label, ns - waited if label == _LABELS[UNRECORDED] else ns) for label, ns in parts]
-        parts.append((begins, waited))
-    largest = sorted((part for part in parts if part[1] >= max(_WORTH_SAYING * length, 1)), key=lambda part: -part[1])
-    listing = ", ".join(f"{label} {units.share(ns, length)}" for label, ns in largest)
+        parts.append((start_text, waited))
+    largest = sorted((part for part in parts if part[1] >= max(_MIN_SHARE * length, 1)), key=lambda part: -part[1])
+    listing = ", ".join(f"{label} {units.format_share(ns, length)}" for label, ns in largest)
     subject = f"step {window.step}" if window.step is not None else "the window"
-    text = f"What decides the {units.duration(length)} of {subject}: {listing or 'nothing that takes time'}"
-    if abs(graph_law.honest_error) > HONEST:
+    text = f"What decides the {units.format_duration(length)} of {subject}: {listing or 'nothing that takes time'}"
+    if abs(graph_law.honest_error) > MAX_ERROR_SHARE:
         off = f"{graph_law.honest_error:+.1%}".replace("%", " %")
         text += f"; with usual delays alone the graph misses the measured time by {off}, so take this with care"
     return text + "."

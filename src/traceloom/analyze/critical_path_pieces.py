@@ -9,22 +9,22 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.data_loading import loader_calls
+from traceloom.analyze.data_loading import find_loader_calls
 from traceloom.errors import UsageError
 from traceloom.graph import graph as gs
 from traceloom.graph.critical_path import walk_back
-from traceloom.graph.graph import Graph, point_times
+from traceloom.graph.graph import Graph, get_point_times
 from traceloom.system.text import replace_surrogates
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import GPU_WORK
 
-_HOST = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+_HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
 _NO_LANE = 2**32 - 1
 _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
-_NEVER = int(np.iinfo(np.int64).max)
-_NEIGHBOURS = 16  # events that tell how a trace's clock relates to the graph's
+_MAX_TIME = int(np.iinfo(np.int64).max)
+_CLOCK_EVENTS = 16  # events that tell how a trace's clock relates to the graph's
 
 
 class PathWindow(Struct, frozen=True):
@@ -43,16 +43,16 @@ class PathWindow(Struct, frozen=True):
     last: int
 
 
-def usual_step(traces: Iterable[Trace]) -> int | None:
+def find_median_step(traces: Iterable[Trace]) -> int | None:
     """The step of median length among the whole ones that most ranks have; None without steps that take time.
 
     The length of a step is that of its slowest rank. Of an even number the longer of the two in the middle is taken.
     """
-    common = common_steps(traces)
+    common = find_common_steps(traces)
     return common[len(common) // 2] if common else None
 
 
-def common_steps(traces: Iterable[Trace]) -> list[int]:
+def find_common_steps(traces: Iterable[Trace]) -> list[int]:
     """The whole steps that most ranks have, from the shortest to the longest on their slowest rank."""
     steps = [trace.steps[["step", "complete", "start_ns", "end_ns"]] for trace in traces]
     lengths = pl.concat(steps) if steps else pl.DataFrame()
@@ -61,26 +61,30 @@ def common_steps(traces: Iterable[Trace]) -> list[int]:
     lengths = lengths.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")).filter(pl.col("ns") > 0)
     if not lengths.height:
         return []
-    whole = lengths.filter("complete")
-    by_step = (whole if whole.height else lengths).group_by("step").agg(pl.col("ns").max(), pl.len().alias("ranks"))
-    common = by_step.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
+    complete_steps = lengths.filter("complete")
+    step_totals = (
+        (complete_steps if complete_steps.height else lengths)
+        .group_by("step")
+        .agg(pl.col("ns").max(), pl.len().alias("ranks"))
+    )
+    common = step_totals.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
     numbers: list[int] = common["step"].to_list()
     return numbers
 
 
-def usual_step_of(graph: Graph) -> int | None:
+def find_median_graph_step(graph: Graph) -> int | None:
     """The same for a graph alone, which does not say which steps are whole."""
-    spans = _spans(graph)
+    spans = _find_step_spans(graph)
     if not spans.height:
         return None
-    by_step = spans.group_by("step").agg(
+    step_lengths = spans.group_by("step").agg(
         (pl.col("high").max() - pl.col("low").min()).alias("ns"), pl.len().alias("ranks")
     )
-    common = by_step.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
+    common = step_lengths.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
     return int(common["step"][common.height // 2])
 
 
-def window_of(graph: Graph, step: int | None, session: Session | None = None) -> PathWindow:
+def find_path_window(graph: Graph, step: int | None, session: Session | None = None) -> PathWindow:
     """The window of a step, or of the whole graph.
 
     Args:
@@ -92,19 +96,19 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
     Raises:
         UsageError: `no-such-step`.
     """
-    times = point_times(graph)
+    times = get_point_times(graph)
     if step is None:
         return PathWindow(None, int(times.min()), int(times.max()), int(np.flatnonzero(times == times.max())[-1]))
-    spans = _spans(graph).filter(pl.col("step") == step)
+    spans = _find_step_spans(graph).filter(pl.col("step") == step)
     if session is not None:  # as the traces say them, on the graph's clock; the thread is that of the step's own event
         thread = dict(spans.select("rank", "lane").iter_rows())
         rows = []
-        for trace, clock in clocks(graph, session, step):
+        for trace, clock in match_clocks(graph, session, step):
             row = trace.steps.filter(pl.col("step") == step).row(0, named=True)
             starts = trace.events["start_ns"].to_numpy()
             first, after = (int(np.searchsorted(starts, row["start_ns"], side=side)) for side in _SIDES)
             marks = first + np.flatnonzero((trace.events["name"][first:after] == row["name"]).to_numpy())
-            nodes = _events_of(graph, trace, clock.rank)
+            nodes = _select_event_nodes(graph, trace, clock.rank)
             marked = nodes[np.isin(graph.nodes["event"][nodes].to_numpy(), marks)]
             lanes = graph.nodes["lane"][marked].drop_nulls()
             lane = int(lanes[0]) if lanes.len() else thread.get(clock.rank)
@@ -130,19 +134,19 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
     return PathWindow(step, low, high, int(points[np.argmax(times[points])]))
 
 
-def _spans(graph: Graph) -> pl.DataFrame:
+def _find_step_spans(graph: Graph) -> pl.DataFrame:
     """`rank`, `step`, `lane`, `low`, `high` of each step on each rank: the thread on which it begins first."""
     columns = graph.nodes.select("rank", "step", "lane", "kind", "start_ns", "duration_ns")
     on_threads = columns.filter(
-        pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST)
+        pl.col("step").is_not_null() & pl.col("lane").is_not_null() & pl.col("kind").is_in(_HOST_KINDS)
     )
-    by_lane = on_threads.group_by("rank", "step", "lane").agg(
+    lane_spans = on_threads.group_by("rank", "step", "lane").agg(
         pl.col("start_ns").min().alias("low"),
         (pl.col("start_ns") + pl.col("duration_ns")).max().alias("high"),
         pl.len().alias("nodes"),
     )
     return (
-        by_lane.sort("rank", "step", "low", "nodes", descending=[False, False, False, True])
+        lane_spans.sort("rank", "step", "low", "nodes", descending=[False, False, False, True])
         .group_by("rank", "step", maintain_order=True)
         .agg(pl.col("lane", "low", "high").first())
     )
@@ -160,7 +164,7 @@ class RankClock(Struct, frozen=True):
     shift: int
 
 
-def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[Trace, RankClock]]:
+def match_clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[Trace, RankClock]]:
     """The traces that are in the graph (one per rank; with a step, those that have it), and their clocks."""
     done: set[int] = set()
     for trace in session.traces:
@@ -168,31 +172,31 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         if rank is None:  # it is identified by its file
             matches = graph.ranks.filter(pl.col("device_trace") == replace_surrogates(trace.meta.path))
             rank = int(matches["rank"][0]) if matches.height else None
-        at = trace.start_ns
+        reference_ns = trace.start_ns
         if step is not None:
             step_rows = trace.steps.filter(pl.col("step") == step)
-            at = int(step_rows["start_ns"][0]) if step_rows.height else at
+            reference_ns = int(step_rows["start_ns"][0]) if step_rows.height else reference_ns
             rank = rank if step_rows.height else None
         if rank is None or rank in done:
             continue
         done.add(rank)
-        nodes = _events_of(graph, trace, rank)
+        nodes = _select_event_nodes(graph, trace, rank)
         shift = -graph.epoch_ns
         if nodes.size:  # as the events that begin next to the step tell
-            first = np.full(trace.events.height, _NEVER)
-            begin = graph.nodes["start_ns"][nodes].to_numpy()
-            np.minimum.at(first, graph.nodes["event"][nodes].to_numpy(), begin)
-            event = np.flatnonzero(first < _NEVER)
+            first = np.full(trace.events.height, _MAX_TIME)
+            start_ns = graph.nodes["start_ns"][nodes].to_numpy()
+            np.minimum.at(first, graph.nodes["event"][nodes].to_numpy(), start_ns)
+            event = np.flatnonzero(first < _MAX_TIME)
             recorded = trace.events["start_ns"].to_numpy()[event]
-            away = np.abs(recorded - at)
-            few = min(_NEIGHBOURS, away.size) - 1
-            near = np.flatnonzero(away <= np.partition(away, few)[few])[: few + 1]
+            distance = np.abs(recorded - reference_ns)
+            last_near = min(_CLOCK_EVENTS, distance.size) - 1
+            nearest = np.flatnonzero(distance <= np.partition(distance, last_near)[last_near])[: last_near + 1]
             # The node of an event that was cut at a bound begins later than the event: never earlier.
-            shift = int((first[event] - recorded)[near].min())
+            shift = int((first[event] - recorded)[nearest].min())
         yield trace, RankClock(rank, shift)
 
 
-def _events_of(graph: Graph, trace: Trace, rank: int) -> Ints:
+def _select_event_nodes(graph: Graph, trace: Trace, rank: int) -> Ints:
     """Nodes of the recorded events of a rank."""
     return np.flatnonzero((graph.events < trace.events.height) & (graph.rank_numbers == rank))
 
@@ -222,8 +226,8 @@ CLASSES = {
 """Every class of time on a path with its meaning in a few words."""
 ClassType = pl.Enum(list(CLASSES))
 
-_OWN = -1
-_OF_NODE = {
+_OWN_WORK = -1
+_NODE_CLASSES = {
     gs.KERNEL: COMPUTE,
     gs.COLLECTIVE: COMMUNICATION,
     gs.SEND: COMMUNICATION,
@@ -237,7 +241,7 @@ _OF_NODE = {
     gs.ARRIVAL: UNRECORDED,
     gs.ORIGIN: UNRECORDED,
 }
-_OF_EDGE = {
+_EDGE_CLASSES = {
     "origin": UNRECORDED,
     "launch": LAUNCH,
     "queue": LAUNCH,
@@ -274,92 +278,97 @@ class PathPieces(Struct, frozen=True):
         return PathPieces(*(getattr(self, name)[rows] for name in self.__struct_fields__))
 
 
-def pieces(graph: Graph, window: PathWindow) -> PathPieces:
+def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     """Walk back from the last point of a window to its beginning.
 
     Each node on the way gives the time of its work, each edge its delay, and what is left over on either is a residual.
     Where an edge goes back in time (a call returned, by the clocks, before what it awaited was over), the earlier piece
     is shortened, so that no time counts twice and none is negative.
     """
-    times = point_times(graph)
+    times = get_point_times(graph)
     points, bound = walk_back(graph, window.last, until=window.low)
     points, bound = points[::-1], bound[::-1]
-    own, edge = bound[1:] == _OWN, np.where(bound[1:] >= 0, bound[1:], -1)
+    is_own_work, edge = bound[1:] == _OWN_WORK, np.where(bound[1:] >= 0, bound[1:], -1)
     node = points[1:] >> 1
     # What the path came along before the node's own work: the edge into its start.
-    came = np.where(own, bound[:-1], edge)
-    begin, finish = times[points[:-1]], times[points[1:]]
+    incoming_edge = np.where(is_own_work, bound[:-1], edge)
+    start, finish = times[points[:-1]], times[points[1:]]
     length = np.where(
-        own, graph.nodes["work_ns"].to_numpy()[node], np.append(graph.edges["delay_ns"].to_numpy(), 0)[edge]
+        is_own_work, graph.nodes["work_ns"].to_numpy()[node], np.append(graph.edges["delay_ns"].to_numpy(), 0)[edge]
     )
     bounds = np.empty(2 * node.size + 2, dtype=np.int64)
     bounds[0], bounds[1] = window.low, times[points[0]]
-    bounds[2::2], bounds[3::2] = begin + length, finish
+    bounds[2::2], bounds[3::2] = start + length, finish
     bounds = np.clip(np.minimum.accumulate(bounds[::-1])[::-1], window.low, window.high)
     node_kind = graph.nodes["kind"].to_physical().to_numpy()
     edge_kind = np.append(graph.edges["kind"].to_physical().to_numpy(), 0)
-    of_node = np.array([_number(_OF_NODE.get(kind, HOST)) for kind in gs.NODE_KINDS])[node_kind[node]]
-    of_edge = np.array([_number(_OF_EDGE.get(kind, HOST)) for kind in gs.EDGE_KINDS])[edge_kind[edge]]
+    node_class = np.array([_get_class_number(_NODE_CLASSES.get(kind, HOST)) for kind in gs.NODE_KINDS])[node_kind[node]]
+    edge_class = np.array([_get_class_number(_EDGE_CLASSES.get(kind, HOST)) for kind in gs.EDGE_KINDS])[edge_kind[edge]]
     # Into an assumed arrival goes what the peers that were not recorded kept us waiting.
-    of_edge = np.where(node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL), _number(UNRECORDED), of_edge)
+    edge_class = np.where(node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL), _get_class_number(UNRECORDED), edge_class)
     all_pieces = PathPieces(
         start=bounds[:-1],
         end=bounds[1:],
         node=np.append(-1, np.repeat(node, 2)),
-        edge=np.append(-1, np.repeat(np.maximum(came, -1), 2)),
-        along=np.append(False, np.repeat(~own, 2)),
+        edge=np.append(-1, np.repeat(np.maximum(incoming_edge, -1), 2)),
+        along=np.append(False, np.repeat(~is_own_work, 2)),
         kind=np.append(
-            _number(UNRECORDED),
-            np.stack([np.where(own, of_node, of_edge), np.full(node.size, _number(RESIDUAL))], axis=1).ravel(),
+            _get_class_number(UNRECORDED),
+            np.stack(
+                [np.where(is_own_work, node_class, edge_class), np.full(node.size, _get_class_number(RESIDUAL))], axis=1
+            ).ravel(),
         ),
     )
-    kept = all_pieces.take(np.flatnonzero(all_pieces.end > all_pieces.start))
-    end = int(kept.end[-1]) if kept.end.size else window.low
+    nonempty = all_pieces.take(np.flatnonzero(all_pieces.end > all_pieces.start))
+    end = int(nonempty.end[-1]) if nonempty.end.size else window.low
     if end >= window.high:
-        return kept
+        return nonempty
     # A path that ends before the window does, even before it begins: nothing was recorded after it.
-    last = [end, window.high, -1, -1, False, _number(UNRECORDED)]
+    last = [end, window.high, -1, -1, False, _get_class_number(UNRECORDED)]
     return PathPieces(
-        *(np.append(getattr(kept, name), value) for name, value in zip(kept.__struct_fields__, last, strict=True))
+        *(
+            np.append(getattr(nonempty, name), value)
+            for name, value in zip(nonempty.__struct_fields__, last, strict=True)
+        )
     )
 
 
-def _number(name: str) -> int:
+def _get_class_number(name: str) -> int:
     return list(CLASSES).index(name)
 
 
-def split(pieces: PathPieces, at: Bools, start: Ints, end: Ints, kind: str) -> PathPieces:
+def split(pieces: PathPieces, may_cut: Bools, start: Ints, end: Ints, kind: str) -> PathPieces:
     """Give the parts of some pieces that lie in spans of time another class.
 
     Args:
         pieces: The pieces.
-        at: Which of them may be cut; shape (pieces,).
+        may_cut: Which of them may be cut; shape (pieces,).
         start: Starts of the spans, ascending; they do not overlap.
         end: Their ends.
         kind: The class of what lies in a span.
     """
-    if not at.any() or not start.size:
+    if not may_cut.any() or not start.size:
         return pieces
     # Cut all of these pieces at all bounds of spans that lie in them, then look where each part lies.
     cuts = np.sort(np.concatenate([start, end]))
-    low = np.where(at, np.searchsorted(cuts, pieces.start, side="right"), 0)
-    high = np.where(at, np.searchsorted(cuts, pieces.end, side="left"), 0)
-    more = np.maximum(high - low, 0)
-    of = np.repeat(np.arange(pieces.start.size), more + 1)
-    nth = np.arange(of.size) - np.repeat(np.cumsum(more + 1) - more - 1, more + 1)
-    begins, finishes = pieces.start[of].copy(), pieces.end[of].copy()
+    low = np.where(may_cut, np.searchsorted(cuts, pieces.start, side="right"), 0)
+    high = np.where(may_cut, np.searchsorted(cuts, pieces.end, side="left"), 0)
+    cut_count = np.maximum(high - low, 0)
+    piece_index = np.repeat(np.arange(pieces.start.size), cut_count + 1)
+    nth = np.arange(piece_index.size) - np.repeat(np.cumsum(cut_count + 1) - cut_count - 1, cut_count + 1)
+    starts, finishes = pieces.start[piece_index].copy(), pieces.end[piece_index].copy()
     inner = nth > 0
-    begins[inner] = cuts[(low[of] + nth - 1)[inner]]
-    finishes[:-1][inner[1:]] = begins[1:][inner[1:]]
-    parts = pieces.take(of)
-    span = np.searchsorted(start, begins, side="right") - 1
-    inside = at[of] & (span >= 0) & (begins < end[span])
-    changed = np.where(inside, _number(kind), parts.kind)
-    cut = PathPieces(begins, finishes, parts.node, parts.edge, parts.along, changed)
+    starts[inner] = cuts[(low[piece_index] + nth - 1)[inner]]
+    finishes[:-1][inner[1:]] = starts[1:][inner[1:]]
+    parts = pieces.take(piece_index)
+    span = np.searchsorted(start, starts, side="right") - 1
+    in_span = may_cut[piece_index] & (span >= 0) & (starts < end[span])
+    changed = np.where(in_span, _get_class_number(kind), parts.kind)
+    cut = PathPieces(starts, finishes, parts.node, parts.edge, parts.along, changed)
     return cut.take(np.flatnonzero(cut.end > cut.start))
 
 
-def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterator[tuple[int, Ints, Ints]]:
+def find_data_waits(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterator[tuple[int, Ints, Ints]]:
     """When a rank waits for its DataLoader, thread by thread.
 
     Args:
@@ -371,7 +380,7 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
     Yields:
         The lane of the thread in the graph, and the starts (ascending) and ends of its waits, which do not overlap.
     """
-    calls = loader_calls(trace)
+    calls = find_loader_calls(trace)
     if not calls.size:
         return
     waits = trace.events[pl.Series(calls, dtype=pl.UInt32)].select(
@@ -380,8 +389,8 @@ def waits_for_data(graph: Graph, trace: Trace, rank: int, shift: int) -> Iterato
         (pl.col("nested_end_ns") - pl.col("start_ns")).alias("duration_ns"),
     )
     nodes = graph.nodes.select("rank", "event", "lane")
-    of_rank = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
-    nodes = nodes.filter(of_rank.fill_null(value=False))
+    in_rank = (nodes["rank"] == rank) & nodes["event"].is_not_null() & nodes["lane"].is_not_null()
+    nodes = nodes.filter(in_rank.fill_null(value=False))
     lane_of = nodes.select("lane", trace_lane=trace.events["lane"][nodes["event"]]).unique()
     placed = waits.join(lane_of, on="trace_lane")
     for (lane,), rows in placed.sort("lane", "start_ns").group_by("lane", maintain_order=True):

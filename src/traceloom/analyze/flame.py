@@ -8,26 +8,26 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import forest, host_pieces
-from traceloom.analyze.gpu_work import attribute_to_launches, gpu_rows
-from traceloom.analyze.host_events import ADDRESS, places
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import NO_STEP, per_step, whole_steps
+from traceloom.analyze.ancestry import build_forest, build_host_pieces
+from traceloom.analyze.gpu_work import attribute_to_launches, find_gpu_event_rows
+from traceloom.analyze.host_events import ADDRESS_PATTERN, parse_frame_places
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import NO_STEP, select_whole_steps, summarize_per_step
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column
-from traceloom.trace.batch import per_trace
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import get_event_column
+from traceloom.trace.batch import cache_per_trace
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 KINDS = ("thread", "python", "module", "op", "annotation", "launch", "other")
 THREAD = 0
 MODULE = "nn.Module: "
-DEEPEST = 1024  # levels; what lies deeper counts to the level above
+MAX_DEPTH = 1024  # levels; what lies deeper counts to the level above
 
 # Differs from call to call and names no other place.
-_STEP = r"^(ProfilerStep|traceloom\.step)#.*$"
+_STEP_PATTERN = r"^(ProfilerStep|traceloom\.step)#.*$"
 
 
 class CallTree(Struct, frozen=True):
@@ -59,9 +59,9 @@ class CallTree(Struct, frozen=True):
         np.add.at(total, self.node, values)
         return total
 
-    def totals(self, own: Ints) -> Ints:
+    def totals(self, self_values: Ints) -> Ints:
         """Per node its own value and those of all nodes below it."""
-        total = own.copy()
+        total = self_values.copy()
         for low, high in reversed(list(zip(self.level[1:-1], self.level[2:], strict=True))):
             np.add.at(total, self.parent[low:high], total[low:high])
         return total
@@ -71,68 +71,70 @@ class CallTree(Struct, frozen=True):
         paths = []
         for node in nodes.tolist():
             path = []
-            at = node
-            while at >= 0:
-                path.append(at)
-                at = int(self.parent[at])
+            ancestor = node
+            while ancestor >= 0:
+                path.append(ancestor)
+                ancestor = int(self.parent[ancestor])
             paths.append(path[::-1])
         return paths
 
 
-_KIND_OF = {
+_KIND_BY_CATEGORY = {
     cat.PYTHON: "python",
     cat.OP: "op",
     cat.ANNOTATION: "annotation",
     cat.RUNTIME: "launch",
     cat.DRIVER: "launch",
 }
-_KIND_OF_CODE = np.array([KINDS.index(_KIND_OF.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64)
+_KIND_BY_CATEGORY_CODE = np.array(
+    [KINDS.index(_KIND_BY_CATEGORY.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64
+)
 
 
-@per_trace
+@cache_per_trace
 def call_tree(trace: Trace) -> CallTree:
     """Fold the host events of a trace.
 
     Goes down level by level, where a path is known by its parent's node and its own name; the work is that of sorting
     the events once.
     """
-    tree, words = forest(trace), vocabulary(trace)
+    tree, vocabulary = build_forest(trace), build_vocabulary(trace)
     # names without what differs from call to call, and for each name of the vocabulary the index of its plain one
-    text = pl.col("name").fill_null("").str.replace_all(ADDRESS, "").str.replace(_STEP, "${1}#")
-    plain = words.names.to_frame("name").select(text)
-    names = plain["name"].unique(maintain_order=True)
+    text = pl.col("name").fill_null("").str.replace_all(ADDRESS_PATTERN, "").str.replace(_STEP_PATTERN, "${1}#")
+    normalized = vocabulary.names.to_frame("name").select(text)
+    names = normalized["name"].unique(maintain_order=True)
     index = names.to_frame().with_row_index("number")
-    code = plain.join(index, on="name", how="left", maintain_order="left")["number"]
-    name_of = code.cast(pl.Int64).to_numpy()[words.code[tree.row]]
+    code = normalized.join(index, on="name", how="left", maintain_order="left")["number"]
+    name_of = code.cast(pl.Int64).to_numpy()[vocabulary.code[tree.row]]
     width = max(len(names), 1)
-    depth = np.minimum(column(trace, "depth")[tree.row].astype(np.int64), DEEPEST)
+    depth = np.minimum(get_event_column(trace, "depth")[tree.row].astype(np.int64), MAX_DEPTH)
     lanes = int(tree.lane.max(initial=-1)) + 1
     order = np.argsort(depth, kind="stable")
     bounds = np.searchsorted(depth[order], np.arange(int(depth.max(initial=-1)) + 2))
     node = np.full(tree.row.size, -1, dtype=np.int64, like=tree.row)
     parents, labels, examples = [np.full(lanes, -1)], [np.full(lanes, -1)], []
     starts, count = [0], lanes
-    above = np.where(tree.parent >= 0, tree.parent, 0)
+    parent = np.where(tree.parent >= 0, tree.parent, 0)
     for level, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
-        if level == DEEPEST:
+        if level == MAX_DEPTH:
             break
         events = order[low:high]
-        up = tree.lane[events] if level == 0 else node[above[events]]
+        up = tree.lane[events] if level == 0 else node[parent[events]]
         distinct, first, number = np.unique(up * width + name_of[events], return_index=True, return_inverse=True)
-        turn = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
-        position = np.empty_like(turn)
-        position[turn] = np.arange(turn.size)
+        call_order = np.argsort(first, kind="stable")  # nodes are numbered in the order in which they are first called
+        position = np.empty_like(call_order)
+        position[call_order] = np.arange(call_order.size)
         node[events] = count + position[number]
-        parents.append(distinct[turn] // width)
-        labels.append(distinct[turn] % width)
-        examples.append(events[first[turn]])
+        parents.append(distinct[call_order] // width)
+        labels.append(distinct[call_order] % width)
+        examples.append(events[first[call_order]])
         starts.append(count)
         count += distinct.size
-    if bounds.size > DEEPEST:
-        node = node[tree.nearest_or_self(depth < DEEPEST)]
+    if bounds.size > MAX_DEPTH:
+        node = node[tree.nearest_or_self(depth < MAX_DEPTH)]
     # kind and lane of a node are those of its first event; threads have none
     example = np.concatenate([np.zeros(0, dtype=np.int64), *examples])
-    kind = _KIND_OF_CODE[column(trace, "category")[tree.row[example]]]
+    kind = _KIND_BY_CATEGORY_CODE[get_event_column(trace, "category")[tree.row[example]]]
     if example.size:
         kind[names.str.starts_with(MODULE).to_numpy()[name_of[example]]] = KINDS.index("module")
     return CallTree(
@@ -148,8 +150,8 @@ def call_tree(trace: Trace) -> CallTree:
 
 
 _TIMES = ("calls", "self_ns", "total_ns", "self_device_ns", "device_ns")
-FRAMES = schema("rank node parent depth lane kind name file line", *_TIMES, {"kind": pl.Enum(KINDS)})
-FUNCTIONS = schema(
+FRAMES = build_schema("rank node parent depth lane kind name file line", *_TIMES, {"kind": pl.Enum(KINDS)})
+FUNCTIONS = build_schema(
     "rank kind name file line", *_TIMES, "mean_self_ns min_self_ns max_self_ns step_count", {"kind": pl.Enum(KINDS)}
 )
 
@@ -188,8 +190,8 @@ def flame(run: Trace | Session, steps: tuple[int, int] | None = None, lane: int 
         lane: Only this thread; None for all.
     """
     if isinstance(run, Trace):
-        return _of_trace(run, steps, lane)
-    parts = [_of_trace(trace, steps, lane) for trace in run.traces]
+        return _build_trace_flame(run, steps, lane)
+    parts = [_build_trace_flame(trace, steps, lane) for trace in run.traces]
     first = 0
     frames = []
     for part in parts:
@@ -204,32 +206,41 @@ def flame(run: Trace | Session, steps: tuple[int, int] | None = None, lane: int 
     )
 
 
-def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> Flame:
-    tree, pieces, folded, work = forest(trace), host_pieces(trace), call_tree(trace), attribute_to_launches(trace)
-    called, launched = np.arange(tree.row.size), work.origin >= 0
-    counted = np.ones(pieces.ns.size, dtype=np.bool_)
-    chosen = np.ones(work.origin.size, dtype=np.bool_)
+def _build_trace_flame(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> Flame:
+    tree, host_pieces, folded, work = (
+        build_forest(trace),
+        build_host_pieces(trace),
+        call_tree(trace),
+        attribute_to_launches(trace),
+    )
+    called, launched = np.arange(tree.row.size), work.launch_position >= 0
+    counted = np.ones(host_pieces.ns.size, dtype=np.bool_)
+    selected_work = np.ones(work.launch_position.size, dtype=np.bool_)
     if steps is not None:
         low, high = steps
-        step_of = column(trace, "step", int(NO_STEP))
-        of_work, of_event = step_of[gpu_rows(trace)], step_of[tree.row]
-        counted &= (pieces.step >= low) & (pieces.step <= high)
-        called = called[(of_event >= low) & (of_event <= high)]
-        chosen = (of_work >= low) & (of_work <= high)
+        step_of = get_event_column(trace, "step", int(NO_STEP))
+        work_step, event_step = step_of[find_gpu_event_rows(trace)], step_of[tree.row]
+        counted &= (host_pieces.step >= low) & (host_pieces.step <= high)
+        called = called[(event_step >= low) & (event_step <= high)]
+        selected_work = (work_step >= low) & (work_step <= high)
     if lane is not None:
-        counted &= pieces.lane == lane
+        counted &= host_pieces.lane == lane
         called = called[tree.lane[called] == lane]
-        launched &= np.append(tree.lane, -1)[work.origin] == lane
-    rows, work_rows = np.flatnonzero(counted), np.flatnonzero(launched & chosen)
-    owner, ns, step = pieces.owner[rows], pieces.ns[rows], pieces.step[rows]
-    own = _added(folded.parent.size, folded.node[owner], ns)
-    device = _added(folded.parent.size, folded.node[work.origin[work_rows]], work.duration_ns[work_rows])
+        launched &= np.append(tree.lane, -1)[work.launch_position] == lane
+    rows, work_rows = np.flatnonzero(counted), np.flatnonzero(launched & selected_work)
+    owner, ns, step = host_pieces.owner[rows], host_pieces.ns[rows], host_pieces.step[rows]
+    self_ns = _add_at_index(folded.parent.size, folded.node[owner], ns)
+    device = _add_at_index(
+        folded.parent.size, folded.node[work.launch_position[work_rows]], work.duration_ns[work_rows]
+    )
     calls = np.bincount(folded.node[called], minlength=folded.parent.size)
-    total, device_total = folded.totals(own), folded.totals(device)
-    values = dict(zip(_TIMES, (calls, own, total, device, device_total), strict=True))
+    total, device_total = folded.totals(self_ns), folded.totals(device)
+    values = dict(zip(_TIMES, (calls, self_ns, total, device, device_total), strict=True))
     used = (folded.totals(calls) > 0) | (total > 0) | (device_total > 0)
-    named = places(pl.concat([folded.names.cast(pl.String), pl.Series([""])]))  # the last is that of threads
-    gpu_work = int(work.duration_ns[chosen].sum())
+    frame_places = parse_frame_places(
+        pl.concat([folded.names.cast(pl.String), pl.Series([""])])
+    )  # the last is that of threads
+    gpu_work = int(work.duration_ns[selected_work].sum())
     # Own time of each name in a usual step
     rows = np.flatnonzero(step != NO_STEP)
     numbers = np.sort(trace.steps["step"].cast(pl.Int64).to_numpy())
@@ -237,26 +248,28 @@ def _of_trace(trace: Trace, steps: tuple[int, int] | None, lane: int | None) -> 
     width = max(numbers.size, 1)
     size = len(folded.names) * width
     key = folded.name_of[owner[rows]] * width + step_index
-    sums, seen = _added(size, key, ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
-    number = numbers[seen % width] if numbers.size else seen
-    frame = pl.DataFrame({"label": seen // width, "step": number, "self_ns": sums[seen]})
-    usual = per_step(frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], whole_steps(trace))
+    sums, used_keys = _add_at_index(size, key, ns[rows]), np.flatnonzero(np.bincount(key, minlength=size))
+    number = numbers[used_keys % width] if numbers.size else used_keys
+    frame = pl.DataFrame({"label": used_keys // width, "step": number, "self_ns": sums[used_keys]})
+    typical = summarize_per_step(
+        frame.cast({"step": pl.Int32, "label": pl.Int64}), ["label"], ["self_ns"], select_whole_steps(trace)
+    )
     return Flame(
-        _frames(trace, folded, used, values, named),
-        _functions(trace, folded, values, named, usual),
-        int(own.sum()),
+        _build_frames(trace, folded, used, values, frame_places),
+        _summarize_functions(trace, folded, values, frame_places, typical),
+        int(self_ns.sum()),
         gpu_work,
         gpu_work - int(device.sum()),
     )
 
 
-def _added(size: int, index: Ints, values: Ints) -> Ints:
+def _add_at_index(size: int, index: Ints, values: Ints) -> Ints:
     total = np.zeros(size, dtype=np.int64)
     np.add.at(total, index, values)
     return total
 
 
-def thread_names(trace: Trace) -> pl.Series:
+def list_thread_names(trace: Trace) -> pl.Series:
     """What to call each lane: its name, with process and thread where several have one name; shape (lanes,)."""
     qualified = pl.format("{} ({}, {})", "name", "process", "thread")
     return trace.lanes.select(
@@ -264,13 +277,15 @@ def thread_names(trace: Trace) -> pl.Series:
     )["name"]
 
 
-def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints], places: pl.DataFrame) -> pl.DataFrame:
+def _build_frames(
+    trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints], frame_places: pl.DataFrame
+) -> pl.DataFrame:
     rows = np.flatnonzero(used)
     number = np.cumsum(used) - 1
     parent = folded.parent[rows]
     depth = np.searchsorted(np.array(folded.level), rows, side="right") - 1
-    named = places[pl.Series(folded.label[rows] % places.height, dtype=pl.UInt32)]
-    threads = thread_names(trace)[pl.Series(folded.lane[rows], dtype=pl.UInt32)]
+    row_places = frame_places[pl.Series(folded.label[rows] % frame_places.height, dtype=pl.UInt32)]
+    threads = list_thread_names(trace)[pl.Series(folded.lane[rows], dtype=pl.UInt32)]
     is_thread = pl.Series(folded.kind[rows] == THREAD)
     return pl.DataFrame(
         {
@@ -280,21 +295,21 @@ def _frames(trace: Trace, folded: CallTree, used: Bools, values: dict[str, Ints]
             "depth": depth,
             "lane": folded.lane[rows],
             "kind": pl.Series(KINDS)[folded.kind[rows]],
-            "name": threads.zip_with(is_thread, named["name"]),
-            "file": named["file"],
-            "line": named["line"],
+            "name": threads.zip_with(is_thread, row_places["name"]),
+            "file": row_places["file"],
+            "line": row_places["line"],
             **{name: column[rows] for name, column in values.items()},
         }
     ).pipe(cast_to_schema, FRAMES)
 
 
-def _functions(
-    trace: Trace, folded: CallTree, values: dict[str, Ints], places: pl.DataFrame, usual: pl.DataFrame
+def _summarize_functions(
+    trace: Trace, folded: CallTree, values: dict[str, Ints], frame_places: pl.DataFrame, typical: pl.DataFrame
 ) -> pl.DataFrame:
     """Sums by name; of nested calls of one name only the outermost counts to the totals."""
     top = np.zeros(folded.parent.size, dtype=np.bool_)
     if folded.node.size:
-        top[folded.node] = forest(trace).topmost_of_kind(folded.name_of)
+        top[folded.node] = build_forest(trace).topmost_of_kind(folded.name_of)
     events = folded.label >= 0
     nodes = pl.DataFrame({"label": folded.label, "top": top, "kind": folded.kind, **values}).filter(pl.Series(events))
     once = [pl.col(name).filter("top").sum() for name in ("total_ns", "device_ns")]
@@ -305,10 +320,10 @@ def _functions(
         .filter((pl.col("calls") > 0) | (pl.col("self_ns") > 0) | (pl.col("device_ns") > 0))
         .collect()
     )
-    named = places[summed["label"].cast(pl.UInt32)]
+    label_places = frame_places[summed["label"].cast(pl.UInt32)]
     return (
-        pl.concat([summed, named], how="horizontal")
-        .join(usual, on="label", how="left")
+        pl.concat([summed, label_places], how="horizontal")
+        .join(typical, on="label", how="left")
         .with_columns(pl.lit(trace.rank, dtype=pl.Int32).alias("rank"), kind=pl.Series(KINDS)[summed["kind"]])
         .pipe(cast_to_schema, FUNCTIONS)
         .sort(["self_ns", "total_ns", "name", "file", "line"], descending=[True, True, False, False, False])

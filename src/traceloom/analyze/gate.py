@@ -21,17 +21,17 @@ from msgspec import Struct, structs
 from traceloom.analyze.compare import CONDITIONS, DECISIVE, MINOR, Comparison
 from traceloom.analyze.gate_statistics import (
     Resampled,
-    interval,
-    over_pairs,
-    resample_runs,
-    statistic_of,
-    student_t_quantile,
-    within_runs,
+    compute_interval,
+    compute_student_t_quantile,
+    estimate_from_pairs,
+    estimate_from_runs,
+    estimate_within_runs,
+    get_statistic,
 )
 from traceloom.analyze.gate_summary import RunSummary
 from traceloom.errors import UsageError
 from traceloom.trace.array_types import Floats
-from traceloom.trace.frames import Result, schema
+from traceloom.trace.frames import Result, build_schema
 
 SCALARS = {
     "step_time": "time",
@@ -44,18 +44,20 @@ SCALARS = {
 """Metrics of a whole step, with what they are measured in."""
 TABLES = {"kernel": "time", "kind": "time", "op": "time", "op_gpu": "time"}
 """Metrics of a part of a step: what follows the colon chooses it."""
-DEFAULT = "step_time > 3%"
+DEFAULT_CONDITION = "step_time > 3%"
 PERCENT = "%"
-UNDISTURBED = "p10"
+UNDISTURBED_STATISTIC = "p10"
 """A low percentile: what others on the machine do to a program makes steps longer, never shorter."""
 _UNITS = {
     "time": {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9},
     "bytes": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
     "count": {"": 1.0},
 }
-_WHOLE = re.compile(r"\s*(?P<metric>.+?)\s*(?P<sign>[<>])\s*(?P<number>[+-]?[0-9.]+)\s*(?P<unit>[A-Za-zµ%]*)\s*")
-_STATISTIC = re.compile(r"(?P<statistic>mean|median|p[1-9]\d?)\((?P<metric>.*)\)")
-_LONGEST = 500
+_CONDITION_PATTERN = re.compile(
+    r"\s*(?P<metric>.+?)\s*(?P<sign>[<>])\s*(?P<number>[+-]?[0-9.]+)\s*(?P<unit>[A-Za-zµ%]*)\s*"
+)
+_STATISTIC_PATTERN = re.compile(r"(?P<statistic>mean|median|p[1-9]\d?)\((?P<metric>.*)\)")
+_MAX_CONDITION_CHARS = 500
 _HINT = "as in 'step_time > 3%', 'kernel:gemm > 5%', 'memory_peak > 100MB', 'p10(step_time) > 2%', 'launches > 0'"
 
 
@@ -103,49 +105,51 @@ def parse(text: str) -> Condition:
     Raises:
         UsageError: `bad-condition`.
     """
-    match = _WHOLE.fullmatch(text) if len(text) <= _LONGEST else None
+    match = _CONDITION_PATTERN.fullmatch(text) if len(text) <= _MAX_CONDITION_CHARS else None
     if match is None:
-        raise _bad(f"`{text[:80]}` is no condition")
+        raise _describe_bad_condition(f"`{text[:80]}` is no condition")
     metric, statistic = match["metric"], "mean"
-    if inner := _STATISTIC.fullmatch(metric):
+    if inner := _STATISTIC_PATTERN.fullmatch(metric):
         metric, statistic = inner["metric"].strip(), inner["statistic"]
-    name, colon, chosen = metric.partition(":")
-    exists = name in (TABLES if colon else SCALARS) and (not colon or chosen.strip())
+    name, colon, pattern = metric.partition(":")
+    exists = name in (TABLES if colon else SCALARS) and (not colon or pattern.strip())
     if not exists:
         names = ", ".join([*SCALARS, *(f"{table}:..." for table in TABLES)])
-        raise _bad(f"`{metric}` is not a metric; there are {names}")
-    chosen = chosen.strip()
+        raise _describe_bad_condition(f"`{metric}` is not a metric; there are {names}")
+    pattern = pattern.strip()
     try:
-        re.compile(chosen)
+        re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise _bad(f"`{chosen}` is no regular expression: {error}") from error
+        raise _describe_bad_condition(f"`{pattern}` is no regular expression: {error}") from error
     measure = SCALARS.get(name) or TABLES[name]
     try:
         limit = float(match["number"])
     except ValueError:
-        raise _bad(f"`{match['number']}` is no number") from None
+        raise _describe_bad_condition(f"`{match['number']}` is no number") from None
     if not math.isfinite(limit):
-        raise _bad("the limit is too large")
+        raise _describe_bad_condition("the limit is too large")
     unit, units = match["unit"], _UNITS[measure]
     if unit != PERCENT and unit not in units:
         have = ", ".join([PERCENT, *filter(None, units)])
         if not unit:
-            raise _bad(f"{name} needs a unit: {have}")
-        raise _bad(f"`{unit}` is no unit of {name}; it has {have}{' or no unit' if '' in units else ''}")
+            raise _describe_bad_condition(f"{name} needs a unit: {have}")
+        raise _describe_bad_condition(
+            f"`{unit}` is no unit of {name}; it has {have}{' or no unit' if '' in units else ''}"
+        )
     limit = limit / 100 if unit == PERCENT else limit * units[unit]
-    return Condition(text.strip(), name, chosen, statistic, match["sign"] == ">", limit, unit == PERCENT)
+    return Condition(text.strip(), name, pattern, statistic, match["sign"] == ">", limit, unit == PERCENT)
 
 
-def _bad(what: str) -> UsageError:
-    return UsageError(what, slug="bad-condition", hint=_HINT)
+def _describe_bad_condition(message: str) -> UsageError:
+    return UsageError(message, slug="bad-condition", hint=_HINT)
 
 
-CAUSES = schema("what name base_ns new_ns difference_ns")
-_MOST = 20
+CAUSES = build_schema("what name base_ns new_ns difference_ns")
+_MAX_CAUSES = 20
 _PARTS = {"idle": "idle time of the GPUs", "exposed_communication": "exposed communication"}
 
 
-def causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
+def find_causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
     """Means per recorded step, ranked by the size of the difference.
 
     Returns:
@@ -153,17 +157,17 @@ def causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFram
     """
     gpu = any("kernel" in run.tables for run in (*base, *new))
     rows = []
-    for table, what in (("kernel", "kernel"),) if gpu else (("op", "operator"),):
-        old, now = _means(base, table), _means(new, table)
-        rows += [(what, name, old.get(name, 0.0), now.get(name, 0.0)) for name in old.keys() | now.keys()]
-    for metric, words in _PARTS.items() if gpu else ():
+    for table, kind in (("kernel", "kernel"),) if gpu else (("op", "operator"),):
+        old, now = _compute_means(base, table), _compute_means(new, table)
+        rows += [(kind, name, old.get(name, 0.0), now.get(name, 0.0)) for name in old.keys() | now.keys()]
+    for metric, label in _PARTS.items() if gpu else ():
         if all(metric in run.scalars for run in (*base, *new)):
             old_part, new_part = (float(np.mean([np.mean(run.scalars[metric]) for run in s])) for s in (base, new))
-            rows.append(("part", words, old_part, new_part))
-    return _ranked([(what, name, round(old), round(now)) for what, name, old, now in rows])
+            rows.append(("part", label, old_part, new_part))
+    return _sort_by_difference([(kind, name, round(old), round(now)) for kind, name, old, now in rows])
 
 
-def causes_of(comparison: Comparison) -> pl.DataFrame:
+def find_comparison_causes(comparison: Comparison) -> pl.DataFrame:
     """The same from two runs that were compared: kernels with their operators, and idle time, add up to the step."""
     if comparison.account == "device":
         rows = []
@@ -177,16 +181,16 @@ def causes_of(comparison: Comparison) -> pl.DataFrame:
         host_times = comparison.operators.select("operator", "base_host_ns", "new_host_ns")
         summed = host_times.group_by("operator", maintain_order=True).agg(pl.all().sum())
         rows = [("operator", name, old, now) for name, old, now in summed.rows()]
-    return _ranked(rows)
+    return _sort_by_difference(rows)
 
 
-def _ranked(rows: Sequence[tuple[str, str, int, int]]) -> pl.DataFrame:
-    changed = [(what, name, old, now, now - old) for what, name, old, now in rows if now != old]
+def _sort_by_difference(rows: Sequence[tuple[str, str, int, int]]) -> pl.DataFrame:
+    changed = [(kind, name, old, now, now - old) for kind, name, old, now in rows if now != old]
     changed.sort(key=lambda row: (-abs(row[4]), row[1]))
-    return pl.DataFrame(changed[:_MOST], schema=CAUSES, orient="row")
+    return pl.DataFrame(changed[:_MAX_CAUSES], schema=CAUSES, orient="row")
 
 
-def _means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
+def _compute_means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
     """Mean per step and run of every name of a table."""
     sums: dict[str, float] = {}
     for run in runs:
@@ -196,22 +200,22 @@ def _means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
 
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
-SEVERAL, PAIRS, ONE = "runs", "pairs of runs", "within one run only"
-LEAST_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
-_LEAST_PAIRS = 4
-LEAST_STEPS = 5
-WALL, RECORDED = "wall times of undisturbed steps", "recorded steps"
+OVER_RUNS, OVER_PAIRS, WITHIN_RUN = "runs", "pairs of runs", "within one run only"
+MIN_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
+_MIN_PAIRS = 4
+MIN_STEPS = 5
+WALL_TIMES, RECORDED_STEPS = "wall times of undisturbed steps", "recorded steps"
 PROGRAM = "program"
 """Weight of conditions that a change of the code may change: told, but no reason against a verdict."""
-_ALIKE = 0.98  # of the calls of operators
+_MIN_COMMON_SHARE = 0.98  # of the calls of operators
 _UNKNOWN = "not recorded"
-_WHAT = {"kernel": "kernel", "kind": "kind of kernel", "op": "operator", "op_gpu": "operator with GPU work"}
-_NEEDS = {
+_TABLE_LABELS = {"kernel": "kernel", "kind": "kind of kernel", "op": "operator", "op_gpu": "operator with GPU work"}
+_MISSING_REASONS = {
     "memory_peak": "the runs were not recorded with the allocator's totals, as `traceloom record --memory` does",
     "step_time": "no step was found",
 }
 
-CHECKS = schema(
+CHECKS = build_schema(
     "condition verdict reason metric measure base new change low high limit relative",
     "effect_size scatter sample source base_runs new_runs base_steps new_steps",
     {"base": pl.Float64, "new": pl.Float64, "sample": pl.String, "source": pl.String},
@@ -261,7 +265,7 @@ def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Seq
         >>> base, new = [gate.summarise(traceloom.load(p)) for p in ("before", "after")]  # doctest: +SKIP
         >>> gate.judge([base], [new], [gate.parse("step_time > 3%")]).sentence  # doctest: +SKIP
     """
-    stated = comparable(base, new)
+    stated = compare_run_conditions(base, new)
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))["condition"].to_list()
     rows = [_check(condition, base, new, differ) for condition in conditions]
     checks = pl.DataFrame(rows, schema=CHECKS)
@@ -276,10 +280,10 @@ def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Seq
     if open_ones.height:
         reasons = list(dict.fromkeys(open_ones["reason"].to_list()))
         parts.append(f"Inconclusive: {', '.join(open_ones['condition'].to_list()[:3])} ({'; '.join(reasons[:2])})")
-    return Verdict(verdict, ". ".join(parts), not differ, checks, stated, causes(base, new))
+    return Verdict(verdict, ". ".join(parts), not differ, checks, stated, find_causes(base, new))
 
 
-def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
+def compare_run_conditions(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
     """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor)."""
     weights = {stated.condition: stated.weight for run in (*base, *new) for stated in run.stated}
     rows = []
@@ -291,20 +295,20 @@ def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.Data
         # A value that only one side states is no known difference.
         rows.append((name, left or _UNKNOWN, right or _UNKNOWN, left == right, weight if left and right else MINOR))
     # Whether they are the same operators, called as often in a step, on the same shapes.
-    for what, with_shapes in (("operators called in a step", False), ("operators with these input shapes", True)):
+    for aspect, use_shapes in (("operators called in a step", False), ("operators with these input shapes", True)):
         sides = []
         for program in (base[0].program, new[0].program):
             counts: dict[tuple[str, str | None], float] = {}
             for name, shapes, count in zip(program.operator, program.shapes, program.count, strict=True):
-                if shapes is not None or not with_shapes:
-                    key = (name, shapes if with_shapes else None)
+                if shapes is not None or not use_shapes:
+                    key = (name, shapes if use_shapes else None)
                     counts[key] = counts.get(key, 0.0) + count
             sides.append(counts)
-        if all(sides) if with_shapes else any(sides):
+        if all(sides) if use_shapes else any(sides):
             both = sum(min(count, sides[1].get(key, 0.0)) for key, count in sides[0].items())
-            whole = [sum(counts.values()) for counts in sides]
-            left, right = (f"{both:.0f} of {total:.0f} in both" for total in whole)
-            rows.append((what, left, right, all(both >= _ALIKE * total for total in whole), PROGRAM))
+            totals = [sum(counts.values()) for counts in sides]
+            left, right = (f"{both:.0f} of {total:.0f} in both" for total in totals)
+            rows.append((aspect, left, right, all(both >= _MIN_COMMON_SHARE * total for total in totals), PROGRAM))
     return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
 
 
@@ -313,15 +317,15 @@ def _check(
 ) -> dict[str, object]:
     row: dict[str, object] = dict.fromkeys(CHECKS)
     several = len(base) > 1 or len(new) > 1
-    base, new, paired = in_pairs(base, new)
-    base_values, new_values, source = samples(condition, base, new)
+    base, new, paired = arrange_in_pairs(base, new)
+    base_values, new_values, source = collect_samples(condition, base, new)
     row |= {
         "condition": condition.text,
         "metric": condition.name,
         "measure": condition.measure,
         "limit": condition.limit,
         "relative": condition.relative,
-        "sample": PAIRS if paired else SEVERAL if several else ONE,
+        "sample": OVER_PAIRS if paired else OVER_RUNS if several else WITHIN_RUN,
         "source": source,
         "base_runs": len(base),
         "new_runs": len(new),
@@ -331,41 +335,43 @@ def _check(
     if base_values is None or new_values is None:
         side = "base" if base_values is None else "new side"
         return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
-    statistic = statistic_of(condition.statistic)
+    statistic = get_statistic(condition.statistic)
     old, now = (float(np.array([float(statistic(run)) for run in side]).mean()) for side in (base_values, new_values))
     row |= {"base": old, "new": now}
-    many = len(base) + len(new)
-    least = min(base_values[0].size, new_values[0].size)
+    run_count = len(base) + len(new)
+    step_count = min(base_values[0].size, new_values[0].size)
     # what never varies needs no more samples
     constant = several and all(np.ptp(np.concatenate(side)) == 0 for side in (base_values, new_values))
     reason = ""
     if differ:
         reason = f"not comparable: other {', '.join(differ[:3])}"
-    elif several and not constant and many < LEAST_RUNS:
-        reason = f"{many} runs, and {LEAST_RUNS} of both sides are needed"
-    elif not several and least < LEAST_STEPS:
-        reason = f"{least} step{'s' * (least != 1)}, and {LEAST_STEPS} are needed"
+    elif several and not constant and run_count < MIN_RUNS:
+        reason = f"{run_count} runs, and {MIN_RUNS} of both sides are needed"
+    elif not several and step_count < MIN_STEPS:
+        reason = f"{step_count} step{'s' * (step_count != 1)}, and {MIN_STEPS} are needed"
     if reason:
         change = float(_change(old, now, relative=condition.relative))
-        shown = change if math.isfinite(change) else None
-        return row | {"change": shown, "verdict": INCONCLUSIVE, "reason": reason}
+        finite_change = change if math.isfinite(change) else None
+        return row | {"change": finite_change, "verdict": INCONCLUSIVE, "reason": reason}
     if paired:
-        drawn = over_pairs(base_values, new_values, statistic)
+        resampled = estimate_from_pairs(base_values, new_values, statistic)
     elif several:
-        drawn = resample_runs(base_values, new_values, statistic)
+        resampled = estimate_from_runs(base_values, new_values, statistic)
     else:
-        drawn = within_runs(base_values[0], new_values[0], statistic)
-    judged = row | _judged(condition, drawn, old, now)
+        resampled = estimate_within_runs(base_values[0], new_values[0], statistic)
+    judged = row | _evaluate_condition(condition, resampled, old, now)
     if judged["verdict"] == INCONCLUSIVE and condition.measure == "time" and condition.statistic in ("mean", "median"):
         # where steps scatter too much: whether the undisturbed steps give a verdict
-        calm = _check(structs.replace(condition, statistic=UNDISTURBED), base, new, [])["verdict"]
+        calm = _check(structs.replace(condition, statistic=UNDISTURBED_STATISTIC), base, new, [])["verdict"]
         if calm != INCONCLUSIVE:
-            undisturbed = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
+            undisturbed = (
+                f"{UNDISTURBED_STATISTIC}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
+            )
             judged["reason"] = f"{judged['reason']}; {undisturbed}"
     return judged
 
 
-def samples(
+def collect_samples(
     condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary]
 ) -> tuple[list[Floats] | None, list[Floats] | None, str]:
     """Take what a condition is about from the runs.
@@ -377,32 +383,38 @@ def samples(
     Raises:
         UsageError: `nothing-measured`: neither side has it, as when a regular expression matches no name.
     """
-    source = RECORDED
-    if condition.metric == "step_time" and all(len(run.wall_ns or ()) >= LEAST_STEPS for run in (*base, *new)):
-        source = WALL
-    sides = [[_values(condition, run, source) for run in side] for side in (base, new)]
+    source = RECORDED_STEPS
+    if condition.metric == "step_time" and all(len(run.wall_ns or ()) >= MIN_STEPS for run in (*base, *new)):
+        source = WALL_TIMES
+    sides = [[_extract_values(condition, run, source) for run in side] for side in (base, new)]
     if all(values is None for side in sides for values in side):  # a typing error must not pass a check
         if condition.metric not in TABLES:
-            why = _NEEDS.get(condition.metric, "the runs have no GPU work in steps")
-            raise UsageError(f"`{condition.text}`: neither side has measured it", slug="nothing-measured", hint=why)
+            reason = _MISSING_REASONS.get(condition.metric, "the runs have no GPU work in steps")
+            raise UsageError(f"`{condition.text}`: neither side has measured it", slug="nothing-measured", hint=reason)
         tables = (run.tables.get(condition.metric, {}) for run in (*base, *new))
         names = {name: sum(values) for table in tables for name, values in table.items()}
-        most = sorted(names, key=lambda name: (-names[name], name))[:4]
-        hint = f"the largest are {', '.join(name[:60] for name in most)}" if most else "the runs have none at all"
-        message = f"`{condition.text}` matches no {_WHAT[condition.metric]} on either side"
+        largest_names = sorted(names, key=lambda name: (-names[name], name))[:4]
+        hint = (
+            f"the largest are {', '.join(name[:60] for name in largest_names)}"
+            if largest_names
+            else "the runs have none at all"
+        )
+        message = f"`{condition.text}` matches no {_TABLE_LABELS[condition.metric]} on either side"
         raise UsageError(message, slug="nothing-measured", hint=hint)
     if condition.metric in TABLES:  # a side that measured such things, and has none of these, has 0
         for runs, side in zip((base, new), sides, strict=True):
-            for at, run in enumerate(runs):
-                if side[at] is None and condition.metric in run.tables:
-                    side[at] = np.zeros(len(run.steps))
-    whole = [[values for values in side if values is not None] for side in sides]
-    complete = [kept if len(kept) == len(side) else None for kept, side in zip(whole, sides, strict=True)]
+            for run_index, run in enumerate(runs):
+                if side[run_index] is None and condition.metric in run.tables:
+                    side[run_index] = np.zeros(len(run.steps))
+    measured_sides = [[values for values in side if values is not None] for side in sides]
+    complete = [
+        measured if len(measured) == len(side) else None for measured, side in zip(measured_sides, sides, strict=True)
+    ]
     return complete[0], complete[1], source
 
 
-def _values(condition: Condition, run: RunSummary, source: str) -> Floats | None:
-    if source == WALL:
+def _extract_values(condition: Condition, run: RunSummary, source: str) -> Floats | None:
+    if source == WALL_TIMES:
         return np.array(run.wall_ns, dtype=np.float64)
     if condition.metric not in TABLES:
         column = run.scalars.get(condition.metric)
@@ -411,12 +423,12 @@ def _values(condition: Condition, run: RunSummary, source: str) -> Floats | None
     if condition.metric == "kind":
         columns = [values for name, values in table.items() if name == condition.chosen]
     else:
-        chosen = re.compile(condition.chosen)
-        columns = [values for name, values in table.items() if chosen.search(name)]
+        pattern = re.compile(condition.chosen)
+        columns = [values for name, values in table.items() if pattern.search(name)]
     return np.array(columns, dtype=np.float64).sum(axis=0) if columns else None
 
 
-def in_pairs(
+def arrange_in_pairs(
     base: Sequence[RunSummary], new: Sequence[RunSummary]
 ) -> tuple[Sequence[RunSummary], Sequence[RunSummary], bool]:
     """Both sides in the order in which they ran, where their runs took turns: a base, a new one, or the other way.
@@ -425,34 +437,44 @@ def in_pairs(
         Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of both, at least four,
         whose times of day are known, and of each two that follow each other one of each side.
     """
-    timed = all(run.began_unix_ns is not None for run in (*base, *new))
-    if not timed or len(base) != len(new) or len(base) < _LEAST_PAIRS:
+    has_times = all(run.began_unix_ns is not None for run in (*base, *new))
+    if not has_times or len(base) != len(new) or len(base) < _MIN_PAIRS:
         return base, new, False
     order = sorted(
-        [(run.began_unix_ns or 0, side, at) for side, runs in enumerate((base, new)) for at, run in enumerate(runs)]
+        [
+            (run.began_unix_ns or 0, side, index)
+            for side, runs in enumerate((base, new))
+            for index, run in enumerate(runs)
+        ]
     )
-    pairs = [{order[at][1:], order[at + 1][1:]} for at in range(0, len(order), 2)]
+    pairs = [{order[index][1:], order[index + 1][1:]} for index in range(0, len(order), 2)]
     if any({side for side, _ in pair} != {0, 1} for pair in pairs):
         return base, new, False
-    places = [dict(pair) for pair in pairs]
-    return [base[pair[0]] for pair in places], [new[pair[1]] for pair in places], True
+    pair_runs = [dict(pair) for pair in pairs]
+    return [base[pair[0]] for pair in pair_runs], [new[pair[1]] for pair in pair_runs], True
 
 
-def _judged(condition: Condition, drawn: Resampled, base: float, new: float) -> dict[str, object]:
+def _evaluate_condition(condition: Condition, resampled: Resampled, base: float, new: float) -> dict[str, object]:
     change = float(_change(base, new, relative=condition.relative))
     if not math.isfinite(change):  # of nothing: more than any share of it
         outcome = {"verdict": FAIL if condition.above else PASS, "reason": "the base has none of it"}
-        return {**outcome, "effect_size": drawn.effect, "scatter": drawn.scatter}
-    draws = np.asarray(_change(drawn.base, drawn.new, relative=condition.relative))
+        return {**outcome, "effect_size": resampled.effect, "scatter": resampled.scatter}
+    draws = np.asarray(_change(resampled.base, resampled.new, relative=condition.relative))
     draws = draws[np.isfinite(draws)]
-    low, high = interval(draws, change, drawn.freedom) if draws.size else (change, change)
+    low, high = compute_interval(draws, change, resampled.freedom) if draws.size else (change, change)
     low = max(low, -1.0 if condition.relative else -base)  # nothing falls below nothing
     beyond, within = (low > condition.limit, high <= condition.limit)
     if not condition.above:
         beyond, within = high < condition.limit, low >= condition.limit
     verdict = FAIL if beyond else PASS if within else INCONCLUSIVE
     reason = "" if verdict != INCONCLUSIVE else "the limit lies inside the interval"
-    numbers = {"change": change, "low": low, "high": high, "effect_size": drawn.effect, "scatter": drawn.scatter}
+    numbers = {
+        "change": change,
+        "low": low,
+        "high": high,
+        "effect_size": resampled.effect,
+        "scatter": resampled.scatter,
+    }
     return {"verdict": verdict, "reason": reason, **numbers}
 
 
@@ -465,38 +487,39 @@ def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Flo
         return np.where((old == 0) & (now == 0), 0.0, now / old - 1)
 
 
-POWER = 0.8  # how often the change is to be found
-_ONE_SIDED = 0.8416  # quantile of the normal distribution at POWER
+TARGET_POWER = 0.8  # how often the change is to be found
+_POWER_QUANTILE = 0.8416  # quantile of the normal distribution at POWER
 _MAX_RUNS = 1_000
 
-ROWS = schema("condition effect scatter runs reason")
+POWER_SCHEMA = build_schema("condition effect scatter runs reason")
 
 
-def runs_needed(scatter: float, room: float, *, paired: bool = False) -> int | None:
-    """Runs a side with which a change beyond the limit by `room` fails the check eight times of ten.
+def compute_runs_needed(scatter: float, margin: float, *, paired: bool = False) -> int | None:
+    """Runs a side with which a change beyond the limit by `margin` fails the check eight times of ten.
 
     Args:
         scatter: Standard deviation of a run, as a fraction of the base; of pairs, that of their ratio.
-        room: The change less the limit, as a fraction of the base.
+        margin: The change less the limit, as a fraction of the base.
         paired: Whether runs of both sides take turns.
 
     Returns:
         At least 2; None where no number of runs up to 1,000 is enough.
     """
-    if room <= 0:
+    if margin <= 0:
         return None
     sides = 1 if paired else 2
     return next(
         (
             runs
             for runs in range(2, _MAX_RUNS + 1)
-            if (student_t_quantile((runs - 1) * sides) + _ONE_SIDED) * scatter * math.sqrt(sides / runs) <= room
+            if (compute_student_t_quantile((runs - 1) * sides) + _POWER_QUANTILE) * scatter * math.sqrt(sides / runs)
+            <= margin
         ),
         None,
     )
 
 
-def power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
+def compute_power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
     """How many runs a side each check needs to fail for a change of this size.
 
     Args:
@@ -515,9 +538,9 @@ def power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
         elif scatter is None:
             reason = "how runs scatter is not known: several runs of a side are needed"
         else:
-            runs = runs_needed(scatter, effect - abs(limit), paired=check["sample"] == PAIRS)
+            runs = compute_runs_needed(scatter, effect - abs(limit), paired=check["sample"] == OVER_PAIRS)
             if runs is None:
                 within = effect <= abs(limit)
                 reason = "the change is within the limit" if within else f"more than {_MAX_RUNS:,} runs a side"
         rows.append((check["condition"], effect, scatter, runs, reason))
-    return pl.DataFrame(rows, schema=ROWS, orient="row")
+    return pl.DataFrame(rows, schema=POWER_SCHEMA, orient="row")

@@ -21,14 +21,14 @@ from traceloom.trace.array_types import Floats
 
 Statistic = Callable[[Floats], Floats]  # along the last axis
 
-DRAWS = 4_000
+DRAW_COUNT = 4_000
 SEED = 20_240_229
-LEVEL = 0.95
-_NORMAL = 1.959963984540054  # half-width of the interval of a normal value, in standard deviations
-_MOST_CELLS = 1 << 22  # of steps drawn at once, so that memory stays bounded
+CONFIDENCE_LEVEL = 0.95
+_NORMAL_HALF_WIDTH = 1.959963984540054  # half-width of the interval of a normal value, in standard deviations
+_MAX_CELLS = 1 << 22  # of steps drawn at once, so that memory stays bounded
 
 
-def statistic_of(name: str) -> Statistic:
+def get_statistic(name: str) -> Statistic:
     """What is taken over the steps of a run: `mean`, `median`, or a percentile as `p95`."""
     if name == "mean":
         return lambda values: np.asarray(values.mean(axis=-1))
@@ -54,7 +54,7 @@ class Resampled(Struct, frozen=True):
     scatter: float | None = None
 
 
-def resample_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
+def estimate_from_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
     """The sample is the run: draw runs, then blocks of their steps.
 
     Runs of both sides are thought to scatter alike, in relation to their side's value, so that one run on a side is
@@ -71,28 +71,33 @@ def resample_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Stat
     values = np.array([float(statistic(run)) for run in runs])
     counts = (len(base), len(new))
     centre = np.array([values[: counts[0]].mean(), values[counts[0] :].mean()])
-    of_side = np.repeat([0, 1], counts)
-    own = centre[of_side]
+    run_sides = np.repeat([0, 1], counts)
+    run_centres = centre[run_sides]
     freedom = len(runs) - 2
-    scatter = _relative(values, own) - 1
+    scatter = _divide_by_centre(values, run_centres) - 1
     variance = float((scatter**2).sum()) / freedom
     # Each run again from its own steps, in relation to its side.
-    drawn = np.stack([_relative(_steps(generator, run, statistic), at) for run, at in zip(runs, own, strict=True)])
-    within = drawn - _relative(values, own)[:, None]
+    draws = np.stack(
+        [
+            _divide_by_centre(_draw_step_values(generator, run, statistic), run_centre)
+            for run, run_centre in zip(runs, run_centres, strict=True)
+        ]
+    )
+    within = draws - _divide_by_centre(values, run_centres)[:, None]
     floor = float((within**2).mean())
     spread = float(scatter.var()) + floor
     scale = math.sqrt(max(variance, floor) / spread) if spread > 0 else 0.0
     sides = []
     for side, count in enumerate(counts):
-        run = generator.integers(len(runs), size=(DRAWS, count))
-        draw = generator.integers(DRAWS, size=(DRAWS, count))
-        sides.append(centre[side] * (1 + scale * (drawn[run, draw] - 1 - scatter.mean()).mean(axis=1)))
+        run = generator.integers(len(runs), size=(DRAW_COUNT, count))
+        draw = generator.integers(DRAW_COUNT, size=(DRAW_COUNT, count))
+        sides.append(centre[side] * (1 + scale * (draws[run, draw] - 1 - scatter.mean()).mean(axis=1)))
     deviation = math.sqrt(max(variance, floor))
-    effect = _effect(centre, deviation * abs(float(centre[0])))
+    effect = _compute_effect(centre, deviation * abs(float(centre[0])))
     return Resampled(sides[0], sides[1], freedom, effect, math.sqrt(variance))
 
 
-def over_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
+def estimate_from_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
     """The sample is a pair of runs, one of each side, that were made one after the other.
 
     What both runs of a pair have in common (the machine of that hour) is in neither; what is left scatters from pair to
@@ -106,22 +111,24 @@ def over_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statist
     generator = np.random.default_rng(SEED)
     values = np.array([[float(statistic(run)) for run in side] for side in (base, new)])
     centre = values.mean(axis=1)
-    ratio = _relative(values[1], values[0])
-    deviations = _relative(ratio, ratio.mean()) - 1
+    ratio = _divide_by_centre(values[1], values[0])
+    deviations = _divide_by_centre(ratio, ratio.mean()) - 1
     freedom = len(base) - 1
     variance = float((deviations**2).sum()) / freedom
     runs = zip((*base, *new), values.ravel(), strict=True)
-    within = [_relative(_steps(generator, run, statistic), at) - 1 for run, at in runs]
+    within = [
+        _divide_by_centre(_draw_step_values(generator, run, statistic), run_centre) - 1 for run, run_centre in runs
+    ]
     floor = 2 * float(np.mean(np.square(within)))
     spread = float(deviations.var())
     scale = math.sqrt(max(variance, floor) / spread) if spread > 0 else 0.0
-    pair = generator.integers(len(base), size=(DRAWS, len(base)))
-    drawn = centre[1] * (1 + scale * deviations[pair].mean(axis=1))
-    effect = _effect(centre, math.sqrt(max(variance, floor)) * abs(float(centre[0])))
-    return Resampled(np.full(DRAWS, centre[0]), drawn, freedom, effect, math.sqrt(variance))
+    pair = generator.integers(len(base), size=(DRAW_COUNT, len(base)))
+    new_draws = centre[1] * (1 + scale * deviations[pair].mean(axis=1))
+    effect = _compute_effect(centre, math.sqrt(max(variance, floor)) * abs(float(centre[0])))
+    return Resampled(np.full(DRAW_COUNT, centre[0]), new_draws, freedom, effect, math.sqrt(variance))
 
 
-def within_runs(base: Floats, new: Floats, statistic: Statistic) -> Resampled:
+def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Resampled:
     """One run a side: draw blocks of steps. Says nothing about what differs from run to run.
 
     Args:
@@ -130,37 +137,37 @@ def within_runs(base: Floats, new: Floats, statistic: Statistic) -> Resampled:
         statistic: What is taken over them.
     """
     generator = np.random.default_rng(SEED)
-    drawn, variances, freedoms = [], [], []
+    draws, variances, freedoms = [], [], []
     for steps in (base, new):
-        length = block_length(steps)
+        length = choose_block_length(steps)
         blocks = max(steps.size / length, 2.0)
         value = float(statistic(steps))
-        again = _steps(generator, steps, statistic)
+        step_draws = _draw_step_values(generator, steps, statistic)
         # A sample knows its own scatter from one block fewer than it has.
-        again = value + (again - value) * math.sqrt(blocks / (blocks - 1))
-        drawn.append(again)
-        variances.append(float(again.var()))
+        step_draws = value + (step_draws - value) * math.sqrt(blocks / (blocks - 1))
+        draws.append(step_draws)
+        variances.append(float(step_draws.var()))
         freedoms.append(blocks - 1)
     total = sum(variances)
     parts = sum(variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True))
     freedom = total**2 / parts if parts > 0 else sum(freedoms)  # Welch and Satterthwaite
     centre = np.array([float(statistic(base)), float(statistic(new))])
     deviation = math.sqrt((base.var(ddof=1) + new.var(ddof=1)) / 2)
-    return Resampled(drawn[0], drawn[1], freedom, _effect(centre, deviation))
+    return Resampled(draws[0], draws[1], freedom, _compute_effect(centre, deviation))
 
 
-def interval(drawn: Floats, value: float, freedom: float) -> tuple[float, float]:
+def compute_interval(draws: Floats, value: float, freedom: float) -> tuple[float, float]:
     """The 95 % interval of a value from its draws, widened to what so few samples can know.
 
     The distances of the percentiles from the value are stretched by the ratio of Student's to the normal quantile.
     """
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    stretch = student_t_quantile(freedom) / _NORMAL
-    return value - stretch * max(value - float(low), 0.0), value + stretch * max(float(high) - value, 0.0)
+    tail = (1 - CONFIDENCE_LEVEL) / 2
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    factor = compute_student_t_quantile(freedom) / _NORMAL_HALF_WIDTH
+    return value - factor * max(value - float(low), 0.0), value + factor * max(float(high) - value, 0.0)
 
 
-def block_length(steps: Floats) -> int:
+def choose_block_length(steps: Floats) -> int:
     """Length of the blocks so that steps in different ones are as good as independent (Politis and White, circular).
 
     At least 1 and at most a quarter of the steps (at least 1).
@@ -170,53 +177,53 @@ def block_length(steps: Floats) -> int:
     power = float((centred**2).mean())
     if count < 8 or power <= 0:
         return 1
-    most = min(count - 1, int(math.sqrt(count)) + max(5, int(math.log10(count))))
-    covariance = np.array([float((centred[lag:] * centred[: count - lag]).sum()) / count for lag in range(most + 1)])
+    max_lag = min(count - 1, int(math.sqrt(count)) + max(5, int(math.log10(count))))
+    covariance = np.array([float((centred[lag:] * centred[: count - lag]).sum()) / count for lag in range(max_lag + 1)])
     small = np.abs(covariance / power) < 2 * math.sqrt(math.log10(count) / count)
     run = max(5, int(math.sqrt(math.log10(count))))
-    quiet = (lag for lag in range(1, most + 1) if small[lag : lag + run].all())
-    reach = min(2 * max(next(quiet, most) - 1, 1), most)
+    quiet = (lag for lag in range(1, max_lag + 1) if small[lag : lag + run].all())
+    reach = min(2 * max(next(quiet, max_lag) - 1, 1), max_lag)
     lags = np.arange(-reach, reach + 1)
     taper = np.clip(2 * (1 - np.abs(lags) / reach), 0, 1)  # the flat-top window
-    near = taper * covariance[np.abs(lags)]
-    slope, level = float((near * np.abs(lags)).sum()), float(near.sum())
+    weighted = taper * covariance[np.abs(lags)]
+    slope, level = float((weighted * np.abs(lags)).sum()), float(weighted.sum())
     if level <= 0:
         return 1
     length = (2 * slope**2 / (4 / 3 * level**2)) ** (1 / 3) * count ** (1 / 3)
     return int(min(max(math.ceil(length), 1), max(count // 4, 1)))
 
 
-_STUDENT = {
+_STUDENT_T_QUANTILES = {
     1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 10: 2.2281, 12: 2.1788,
-    15: 2.1314, 20: 2.0860, 30: 2.0423, 60: 2.0003, 120: 1.9799, math.inf: _NORMAL,
+    15: 2.1314, 20: 2.0860, 30: 2.0423, 60: 2.0003, 120: 1.9799, math.inf: _NORMAL_HALF_WIDTH,
 }  # fmt: skip
 
 
-def student_t_quantile(freedom: float) -> float:
+def compute_student_t_quantile(freedom: float) -> float:
     """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; interpolated to 0.5 %."""
-    inverses = sorted(1 / degrees for degrees in _STUDENT)
-    logs = [math.log(_STUDENT[degrees]) for degrees in sorted(_STUDENT, reverse=True)]
+    inverses = sorted(1 / degrees for degrees in _STUDENT_T_QUANTILES)
+    logs = [math.log(_STUDENT_T_QUANTILES[degrees]) for degrees in sorted(_STUDENT_T_QUANTILES, reverse=True)]
     return math.exp(float(np.interp(1 / max(freedom, 1.0), inverses, logs)))
 
 
-def _steps(generator: np.random.Generator, steps: Floats, statistic: Statistic) -> Floats:
+def _draw_step_values(generator: np.random.Generator, steps: Floats, statistic: Statistic) -> Floats:
     """The value of a run whose steps are drawn again in circular blocks. Shape (draws,)."""
-    length = block_length(steps)
+    length = choose_block_length(steps)
     blocks = -(-steps.size // length)
-    rows = max(_MOST_CELLS // (blocks * length), 1)
+    rows = max(_MAX_CELLS // (blocks * length), 1)
     parts = []
-    for first in range(0, DRAWS, rows):
-        start = generator.integers(steps.size, size=(min(rows, DRAWS - first), blocks, 1))
-        at = (start + np.arange(length)) % steps.size
-        parts.append(statistic(steps[at.reshape(at.shape[0], -1)[:, : steps.size]]))
+    for first in range(0, DRAW_COUNT, rows):
+        start = generator.integers(steps.size, size=(min(rows, DRAW_COUNT - first), blocks, 1))
+        positions = (start + np.arange(length)) % steps.size
+        parts.append(statistic(steps[positions.reshape(positions.shape[0], -1)[:, : steps.size]]))
     return np.concatenate(parts)
 
 
-def _relative(values: Floats, centre: Floats | float) -> Floats:
+def _divide_by_centre(values: Floats, centre: Floats | float) -> Floats:
     """Values in relation to a centre; 1 where the centre is 0."""
     centre = np.asarray(centre, dtype=np.float64)
     return np.divide(values, centre, out=np.ones(np.shape(values)), where=centre != 0)
 
 
-def _effect(centre: Floats, deviation: float) -> float | None:
+def _compute_effect(centre: Floats, deviation: float) -> float | None:
     return float(centre[1] - centre[0]) / deviation if deviation > 0 else None

@@ -11,29 +11,29 @@ import numpy as np
 import polars as pl
 from msgspec import Meta
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.compare import DECISIVE, MINOR, conditions
-from traceloom.analyze.compare_tree import ComparedSteps, samples
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.compare import DECISIVE, MINOR, compare_conditions
+from traceloom.analyze.compare_tree import ComparedSteps, select_compared_steps
 from traceloom.analyze.gpu_time import gpu_time
 from traceloom.analyze.host_events import classify_events
-from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.kernel_kinds import classify_kinds
 from traceloom.analyze.memory import memory
 from traceloom.analyze.steps import step_times
 from traceloom.errors import InputError, UsageError, other_version
-from traceloom.system.text import json_line
-from traceloom.trace.frames import cast_to_schema, schema
-from traceloom.trace.session import Session, undisturbed_steps
+from traceloom.system.text import encode_json
+from traceloom.trace.frames import build_schema, cast_to_schema
+from traceloom.trace.session import Session, find_unrecorded_steps
 
 FORMAT = "traceloom-baseline"
 VERSION = 1
-_MOST_BYTES = 1 << 28  # a summary of a large job has a few MB; what unfolds to more is none
+_MAX_BYTES = 1 << 28  # a summary of a large job has a few MB; what unfolds to more is none
 # Thirty years in ns, an exabyte; with more, sums and squares of them are no numbers.
-_Amount = Annotated[float, Meta(ge=-1e18, le=1e18)]
-_Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Second = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # of Unix time, up to the year 9999
+_BoundedFloat = Annotated[float, Meta(ge=-1e18, le=1e18)]
+_BoundedInt = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_UnixSeconds = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # of Unix time, up to the year 9999
 
 
-class Stated(msgspec.Struct, frozen=True):
+class StatedCondition(msgspec.Struct, frozen=True):
     """A condition of a run: what it says of itself, and whether times can be compared where it differs."""
 
     condition: str
@@ -46,7 +46,7 @@ class OperatorCalls(msgspec.Struct, frozen=True):
 
     operator: list[str]
     shapes: list[str | None]
-    count: list[_Amount]
+    count: list[_BoundedFloat]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -64,13 +64,13 @@ class RunSummary(msgspec.Struct, frozen=True):
     """
 
     name: str
-    stated: list[Stated]
+    stated: list[StatedCondition]
     program: OperatorCalls
-    wall_ns: list[_Amount] | None
-    steps: list[_Whole]
-    scalars: dict[str, list[_Amount]]
-    tables: dict[str, dict[str, list[_Amount]]]
-    began_unix_ns: _Whole | None
+    wall_ns: list[_BoundedFloat] | None
+    steps: list[_BoundedInt]
+    scalars: dict[str, list[_BoundedFloat]]
+    tables: dict[str, dict[str, list[_BoundedFloat]]]
+    began_unix_ns: _BoundedInt | None
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class Baseline(msgspec.Struct, frozen=True):
     version: int
     traceloom: str
     name: str
-    saved_unix_s: _Second
+    saved_unix_s: _UnixSeconds
     runs: list[RunSummary]
 
     def check(self) -> None:
@@ -103,10 +103,10 @@ class Baseline(msgspec.Struct, frozen=True):
 
 def encode(baseline: Baseline) -> bytes:
     """The baseline as compressed JSON; the same bytes for the same content."""
-    return gzip.compress(json_line(baseline), mtime=0)
+    return gzip.compress(encode_json(baseline), mtime=0)
 
 
-def decode(data: bytes, where: str) -> Baseline:
+def decode(data: bytes, location: str) -> Baseline:
     """Read a baseline.
 
     Raises:
@@ -114,26 +114,26 @@ def decode(data: bytes, where: str) -> Baseline:
     """
     try:
         unfolder = zlib.decompressobj(wbits=31)
-        text = unfolder.decompress(data, _MOST_BYTES)
+        text = unfolder.decompress(data, _MAX_BYTES)
         head: dict[str, Any] = msgspec.json.decode(text, type=dict)
         if unfolder.eof and head.get("format") == FORMAT:
             if head.get("version") != VERSION:
-                raise other_version("baseline", head.get("version"), VERSION, where)
+                raise other_version("baseline", head.get("version"), VERSION, location)
             baseline = msgspec.convert(head, Baseline)
             baseline.check()
             return baseline
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
         pass  # one sentence for all of them, below
     raise InputError(
-        "this is no baseline, or it is damaged", slug="damaged-baseline", where=where, hint="save it again"
+        "this is no baseline, or it is damaged", slug="damaged-baseline", where=location, hint="save it again"
     )
 
 
-_LONG = schema("metric name step value")
-_MEMORY = "memory_peak"
-_MOST_OPERATORS = 5_000
-_NOT_OF_THE_RUN = ("whole steps", "steps known by")  # they differ with how long was recorded
-_MACHINE = {
+_LONG_SCHEMA = build_schema("metric name step value")
+_MEMORY_METRIC = "memory_peak"
+_MAX_OPERATORS = 5_000
+_IGNORED_CONDITIONS = ("whole steps", "steps known by")  # they differ with how long was recorded
+_MACHINE_CONDITIONS = {
     "processor": "processor",
     "usable_cpus": "usable processor cores",
     "torch_threads": "threads of torch",
@@ -146,25 +146,30 @@ def summarise(run: Session) -> RunSummary:
     Raises:
         UsageError: `nothing-to-compare`: it holds no timed events.
     """
-    chosen = [samples(trace) for trace in run.traces if trace.events.height]
-    if not any(int(of.durations.sum()) for of in chosen):
+    all_compared = [select_compared_steps(trace) for trace in run.traces if trace.events.height]
+    if not any(int(compared_steps.durations.sum()) for compared_steps in all_compared):
         raise UsageError("a run holds no timed events", slug="nothing-to-compare", where=run.name)
-    of_rank = [_rank(of) for of in chosen]
-    common = set.intersection(*({*_numbers(of).to_list()} for of in chosen))
+    rank_values = [_measure_rank(compared_steps) for compared_steps in all_compared]
+    common = set.intersection(*({*_get_step_numbers(compared_steps).to_list()} for compared_steps in all_compared))
     steps = sorted(common)
     if not steps:  # ranks that were recorded at other times: the n-th step of one stands for the n-th of the other
-        steps = list(range(min(of.step.len() for of in chosen)))
-        for at, of in enumerate(chosen):
-            order = pl.DataFrame({"step": _numbers(of), "at": pl.Series(range(of.step.len()), dtype=pl.Int32)})
-            numbered = of_rank[at].join(order, on="step").drop("step").rename({"at": "step"})
-            of_rank[at] = numbered.select(list(_LONG))
+        steps = list(range(min(compared_steps.step.len() for compared_steps in all_compared)))
+        for index, compared_steps in enumerate(all_compared):
+            order = pl.DataFrame(
+                {
+                    "step": _get_step_numbers(compared_steps),
+                    "at": pl.Series(range(compared_steps.step.len()), dtype=pl.Int32),
+                }
+            )
+            numbered = rank_values[index].join(order, on="step").drop("step").rename({"at": "step"})
+            rank_values[index] = numbered.select(list(_LONG_SCHEMA))
     # one column per metric and name: the mean over ranks (of memory the most); missing values are 0
     step_rows = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
-    values = pl.concat(of_rank).join(step_rows, on="step").group_by("metric", "name", "at")
+    values = pl.concat(rank_values).join(step_rows, on="step").group_by("metric", "name", "at")
     over_ranks = values.agg(
-        pl.when(pl.col("metric").first() == _MEMORY)
+        pl.when(pl.col("metric").first() == _MEMORY_METRIC)
         .then(pl.col("value").max())
-        .otherwise(pl.col("value").sum() / len(of_rank))
+        .otherwise(pl.col("value").sum() / len(rank_values))
     )
     scalars: dict[str, list[float]] = {}
     tables: dict[str, dict[str, list[float]]] = {}
@@ -179,110 +184,130 @@ def summarise(run: Session) -> RunSummary:
     began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
     # Operators with their input shapes, calls per step and rank; those called most where there are very many
     parts = []
-    for of in chosen:
-        trace = of.trace
+    for compared_steps in all_compared:
+        trace = compared_steps.trace
         rows = trace.events.filter(pl.col("category") == "op").select("event", "name", "step")
-        inside = _inside(rows, of).join(trace.tensors.select("event", "shapes"), on="event", how="left")
-        counts = inside.group_by("name", "shapes").agg(pl.len().alias("count"))
-        parts.append(counts.with_columns(pl.col("count") / (of.spans.start.size * len(chosen))))
+        op_rows = _filter_compared_steps(rows, compared_steps).join(
+            trace.tensors.select("event", "shapes"), on="event", how="left"
+        )
+        counts = op_rows.group_by("name", "shapes").agg(pl.len().alias("count"))
+        parts.append(counts.with_columns(pl.col("count") / (compared_steps.spans.start.size * len(all_compared))))
     calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
-    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MOST_OPERATORS)
+    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MAX_OPERATORS)
     program = OperatorCalls(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
     # The recorded conditions of the run and its machine; unknown ones are left out
-    rows = conditions(run, run).filter(~pl.col("condition").is_in(_NOT_OF_THE_RUN))
-    stated = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
+    rows = compare_conditions(run, run).filter(~pl.col("condition").is_in(_IGNORED_CONDITIONS))
+    stated = [
+        StatedCondition(name, value, weight)
+        for name, value, weight in rows.select("condition", "base", "weight").rows()
+    ]
     has_gpu = any(trace.gpu_work().height for trace in run.traces)
-    for key, name in _MACHINE.items():
+    for key, name in _MACHINE_CONDITIONS.items():
         described = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
         if described:
-            stated.append(Stated(name, ", ".join(sorted(described)), MINOR if has_gpu else DECISIVE))
-    return RunSummary(run.name, stated, program, _wall(run), steps, scalars, tables, began)
+            stated.append(StatedCondition(name, ", ".join(sorted(described)), MINOR if has_gpu else DECISIVE))
+    return RunSummary(run.name, stated, program, _collect_wall_times(run), steps, scalars, tables, began)
 
 
-def _numbers(of: ComparedSteps) -> pl.Series:
+def _get_step_numbers(compared_steps: ComparedSteps) -> pl.Series:
     """Number of each compared step; the window of a trace without steps is -1."""
-    return of.step.fill_null(-1).cast(pl.Int32)
+    return compared_steps.step.fill_null(-1).cast(pl.Int32)
 
 
-def _rank(of: ComparedSteps) -> pl.DataFrame:
+def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
     """All that is measured of one rank: `metric`, `name` (null of a whole step), `step`, `value`."""
-    trace = of.trace
-    parts = [_long("step_time", pl.DataFrame({"step": _numbers(of), "value": of.durations}))]
+    trace = compared_steps.trace
+    parts = [
+        _convert_to_long(
+            "step_time", pl.DataFrame({"step": _get_step_numbers(compared_steps), "value": compared_steps.durations})
+        )
+    ]
     if trace.gpu_work().height:
         times = gpu_time(trace)
-        if of.step.null_count():
+        if compared_steps.step.null_count():
             edge = pl.lit(0)  # the window of a device is all there is
-            whole = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
+            device_times = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
         else:
             edge = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
-            whole = _inside(times.steps, of)
-        sums = whole.group_by("step").agg(
+            device_times = _filter_compared_steps(times.steps, compared_steps)
+        sums = device_times.group_by("step").agg(
             pl.col("busy_ns").sum().alias("gpu_time"),
             pl.col("exposed_communication_ns").sum().alias("exposed_communication"),
             (pl.col("idle_ns") + edge).alias("idle").sum(),
         )
-        parts += [_long(metric, sums.select("step", value=metric)) for metric in sums.columns if metric != "step"]
-        if not of.step.null_count():
-            parts.append(_long("launches", _inside(step_times(trace).steps.select("step", value="launch_count"), of)))
+        parts += [
+            _convert_to_long(metric, sums.select("step", value=metric)) for metric in sums.columns if metric != "step"
+        ]
+        if not compared_steps.step.null_count():
+            parts.append(
+                _convert_to_long(
+                    "launches",
+                    _filter_compared_steps(
+                        step_times(trace).steps.select("step", value="launch_count"), compared_steps
+                    ),
+                )
+            )
         duration = pl.col("duration_ns").clip(lower_bound=0).alias("value")
-        work = _inside(trace.gpu_work().select("event", "name", "step", "op", duration), of)
-        kind = kinds(trace).select("event", name=pl.col("kind").cast(pl.String))
+        work = _filter_compared_steps(trace.gpu_work().select("event", "name", "step", "op", duration), compared_steps)
+        kind = classify_kinds(trace).select("event", name=pl.col("kind").cast(pl.String))
         owner = trace.events.select(op="event", operator="name")
         parts += [
-            _long("kernel", work),
-            _long("kind", work.drop("name").join(kind, on="event", how="left")),
-            _long("op_gpu", work.join(owner, on="op").with_columns(name="operator")),
+            _convert_to_long("kernel", work),
+            _convert_to_long("kind", work.drop("name").join(kind, on="event", how="left")),
+            _convert_to_long("op_gpu", work.join(owner, on="op").with_columns(name="operator")),
         ]
     # host time in which an operator is the innermost one
-    tree, is_op = forest(trace), classify_events(trace).op
+    tree, is_op = build_forest(trace), classify_events(trace).op
     operators = np.flatnonzero(is_op)
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
     rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
-    parts.append(_long("op", _inside(rows, of)))
+    parts.append(_convert_to_long("op", _filter_compared_steps(rows, compared_steps)))
     # Highest memory in each step, of the device with most of it, where an amount is known
-    usage = memory(of.trace)
+    usage = memory(compared_steps.trace)
     devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
     on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
     devices = on_device if on_device.height else devices
-    peaks = np.zeros(of.spans.start.size)
+    peaks = np.zeros(compared_steps.spans.start.size)
     for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
         curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
         time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
         level = np.append(level, before or 0)  # the last one stands for before the first
-        first = np.searchsorted(time, of.spans.start, side="right")
-        last = np.searchsorted(time, of.spans.end, side="left")
-        for at, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        first = np.searchsorted(time, compared_steps.spans.start, side="right")
+        last = np.searchsorted(time, compared_steps.spans.end, side="left")
+        for step_index, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             highest = int(level[low:high].max()) if high > low else 0
-            peaks[at] = max(peaks[at], highest, float(level[low - 1]))
+            peaks[step_index] = max(peaks[step_index], highest, float(level[low - 1]))
     if devices.height:
-        parts.append(_long(_MEMORY, pl.DataFrame({"step": _numbers(of), "value": peaks})))
+        parts.append(
+            _convert_to_long(_MEMORY_METRIC, pl.DataFrame({"step": _get_step_numbers(compared_steps), "value": peaks}))
+        )
     return pl.concat(parts)
 
 
-def _long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
+def _convert_to_long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
     """Rows of step, value and, where it is of a part of the step, name: in the columns of `_LONG`, names added up."""
     if "name" in rows.columns:
         rows = rows.group_by("name", "step").agg(pl.col("value").sum())
     else:
         rows = rows.with_columns(pl.lit(None, pl.String).alias("name"))
-    return rows.with_columns(pl.lit(metric).alias("metric")).pipe(cast_to_schema, _LONG)
+    return rows.with_columns(pl.lit(metric).alias("metric")).pipe(cast_to_schema, _LONG_SCHEMA)
 
 
-def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:
+def _filter_compared_steps(rows: pl.DataFrame, compared_steps: ComparedSteps) -> pl.DataFrame:
     """Rows of the compared steps; of a trace without steps all, as step -1."""
-    if of.step.null_count():
+    if compared_steps.step.null_count():
         return rows.with_columns(pl.lit(-1, pl.Int32).alias("step"))
-    return rows.filter(pl.col("step").is_in(of.step.implode()))
+    return rows.filter(pl.col("step").is_in(compared_steps.step.implode()))
 
 
-def _wall(run: Session) -> list[float] | None:
+def _collect_wall_times(run: Session) -> list[float] | None:
     """Wall times of the undisturbed steps that every rank has, mean over ranks."""
     frames = []
     for trace in {trace.rank: trace for trace in run.traces}.values():  # several windows of a rank have one table
-        kept = undisturbed_steps(trace.meta)
-        if kept is None:
+        unrecorded = find_unrecorded_steps(trace.meta)
+        if unrecorded is None:
             return None
-        frames.append(pl.DataFrame({"step": kept[0], "ns": kept[1]}))
+        frames.append(pl.DataFrame({"step": unrecorded[0], "ns": unrecorded[1]}))
     rows = pl.concat(frames).group_by("step").agg(pl.len().alias("ranks"), pl.col("ns").mean())
     wall_times: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
     return wall_times

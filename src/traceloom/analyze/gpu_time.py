@@ -13,12 +13,18 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.idle import Idle
-from traceloom.analyze.intervals import EMPTY, coverage, merge, summed_coverage, union
-from traceloom.analyze.kernel_rules import Rule, gpu_work
-from traceloom.analyze.steps import Tiles, tiles
+from traceloom.analyze.intervals import (
+    EMPTY_SPANS,
+    compute_coverage,
+    merge_intervals,
+    merge_spans,
+    sum_clipped_durations,
+)
+from traceloom.analyze.kernel_rules import Rule, select_gpu_work
+from traceloom.analyze.steps import Tiles, build_tiles
 from traceloom.trace.array_types import Ints
-from traceloom.trace.batch import TRACE, per_trace
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.batch import TRACE_COLUMN, cache_per_trace
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 FIELDS = (
@@ -38,8 +44,8 @@ FIELDS = (
 )
 """The additive fields: those of the steps of a device and of the time outside add up to those of the device."""
 
-DEVICE_SCHEMA = schema("device name start_ns", *FIELDS)
-STEP_SCHEMA = schema("device name step start_ns duration_ns", *FIELDS)
+DEVICE_SCHEMA = build_schema("device name start_ns", *FIELDS)
+STEP_SCHEMA = build_schema("device name step start_ns duration_ns", *FIELDS)
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,12 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
         rules: Kernel rules of the user's, before the built-in table.
     """
     rules = tuple(rules)
-    return _gpu_time(trace, rules) if rules else _without_rules(trace)
+    return _compute_gpu_time(trace, rules) if rules else _gpu_time_by_default_rules(trace)
 
 
-def _gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
-    work = gpu_work(trace, rules)[["device", "start_ns", "end_ns", "category", "kind"]]
-    cut = tiles(trace)
+def _compute_gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
+    work = select_gpu_work(trace, rules)[["device", "start_ns", "end_ns", "category", "kind"]]
+    cut = build_tiles(trace)
     names = dict(zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True))
     in_time = np.append(np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1)  # the last is outside
     moments = {name: [*trace.steps[name].to_list(), None] for name in ("step", "start_ns")}
@@ -85,48 +91,48 @@ def _gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
         # The additive fields of one device in each tile, with the tile's duration
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         category = part["category"].to_physical().to_numpy()
-        compute, communication, memory = (union(start[category == c], end[category == c]) for c in range(3))
-        visible = merge(compute, communication)
-        busy = merge(visible, memory)
+        compute, communication, memory = (merge_intervals(start[category == c], end[category == c]) for c in range(3))
+        visible = merge_spans(compute, communication)
+        busy = merge_spans(visible, memory)
         low, high = cut.spans
         first, last = int(start.min()), int(end.max())
         window = np.maximum(np.minimum(high, last) - np.maximum(low, first), 0)
-        busy_ns, compute_ns, visible_ns = (coverage(spans, low, high) for spans in (busy, compute, visible))
+        busy_ns, compute_ns, visible_ns = (compute_coverage(spans, low, high) for spans in (busy, compute, visible))
         is_kernel = (part["kind"] == "kernel").to_numpy()
         tile = np.searchsorted(low, start, side="right") - 1  # a start on the last bound belongs to the last tile
-        pieces = {
+        field_values = {
             "duration_ns": high - low,
             "window_ns": window,
             "busy_ns": busy_ns,
             "idle_ns": window - busy_ns,
             "compute_ns": compute_ns,
-            "communication_ns": coverage(communication, low, high),
-            "memory_ns": coverage(memory, low, high),
+            "communication_ns": compute_coverage(communication, low, high),
+            "memory_ns": compute_coverage(memory, low, high),
             "exposed_communication_ns": visible_ns - compute_ns,
             "exposed_memory_ns": busy_ns - visible_ns,
             "gpu_work_count": np.bincount(tile, minlength=low.size),
             "kernel_count": np.bincount(tile[is_kernel], minlength=low.size),
-            "kernel_ns": summed_coverage(start[is_kernel], end[is_kernel], low, high),
+            "kernel_ns": sum_clipped_durations(start[is_kernel], end[is_kernel], low, high),
             "edge_idle_before_ns": np.maximum(np.minimum(high, first) - low, 0),
             "edge_idle_after_ns": np.maximum(high - np.maximum(low, last), 0),
         }
-        whole = {"device": device, "name": names.get(device), "start_ns": first}
-        whole |= {name: int(pieces[name].sum()) for name in FIELDS}
-        devices.append(pl.DataFrame([whole], schema=DEVICE_SCHEMA))
-        by_step = np.zeros((in_time.size, len(pieces)), dtype=np.int64)
-        np.add.at(by_step, cut.row, np.column_stack(list(pieces.values())))
+        device_row = {"device": device, "name": names.get(device), "start_ns": first}
+        device_row |= {name: int(field_values[name].sum()) for name in FIELDS}
+        devices.append(pl.DataFrame([device_row], schema=DEVICE_SCHEMA))
+        step_sums = np.zeros((in_time.size, len(field_values)), dtype=np.int64)
+        np.add.at(step_sums, cut.row, np.column_stack(list(field_values.values())))
         label = {"device": [device] * in_time.size, "name": [names.get(device)] * in_time.size}
-        summed = dict(zip(pieces, by_step[in_time].T, strict=True))
+        summed = dict(zip(field_values, step_sums[in_time].T, strict=True))
         steps.append(pl.DataFrame({**label, **moments, **summed}, schema=STEP_SCHEMA))
     return GpuTime(pl.concat(devices), pl.concat(steps))
 
 
-_without_rules = per_trace(_gpu_time)
+_gpu_time_by_default_rules = cache_per_trace(_compute_gpu_time)
 
 SHARES = ("count", "sum_ns", "exclusive_ns")
 
 
-class Shares(Struct, frozen=True):
+class TimeShares(Struct, frozen=True):
     """The time of devices, shared among parts; all frames begin with `trace` (see `stacked`).
 
     Attributes:
@@ -141,7 +147,7 @@ class Shares(Struct, frozen=True):
     steps: pl.DataFrame
 
 
-def shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequence[str]) -> Shares:
+def compute_shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequence[str]) -> TimeShares:
     """Share the time of each device.
 
     Args:
@@ -150,7 +156,7 @@ def shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequ
         key: The column that names the part.
         priority: All values of the key; a nanosecond in which several run belongs to the first of them.
     """
-    cuts = [tiles(trace) for trace in traces]
+    cuts = [build_tiles(trace) for trace in traces]
     label = work.schema[key]
     assert isinstance(label, pl.Enum)
     names = label.categories.to_list()
@@ -159,39 +165,39 @@ def shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequ
     step_numbers = [[*trace.steps["step"].to_list(), None] for trace in traces]
     fields = dict.fromkeys(SHARES, pl.Int64())
     devices, parts = [], []
-    of_device = {TRACE: pl.UInt32(), "device": pl.Int32()}
-    steps = [pl.DataFrame(schema={**of_device, "step": pl.Int32(), key: label, **fields})]
-    rows = work[[*of_device, "start_ns", "end_ns", key]].sort(TRACE, "device", maintain_order=True)
-    for part in rows.partition_by(TRACE, "device", maintain_order=True):
-        number, device = part[TRACE][0], part["device"][0]
+    device_key = {TRACE_COLUMN: pl.UInt32(), "device": pl.Int32()}
+    steps = [pl.DataFrame(schema={**device_key, "step": pl.Int32(), key: label, **fields})]
+    rows = work[[*device_key, "start_ns", "end_ns", key]].sort(TRACE_COLUMN, "device", maintain_order=True)
+    for part in rows.partition_by(TRACE_COLUMN, "device", maintain_order=True):
+        number, device = part[TRACE_COLUMN][0], part["device"][0]
         cut, numbers = cuts[number], step_numbers[number]
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         values = _measure(start, end, part[key].to_physical().to_numpy(), cut, order)
-        count, total, alone = values.sum(axis=2).tolist()
-        window, busy, whole = int(end.max() - start.min()), sum(alone), sum(total)
-        devices.append((number, device, window, busy, window - busy, whole, part.height))
+        count, total, exclusive = values.sum(axis=2).tolist()
+        window, busy, total_ns = int(end.max() - start.min()), sum(exclusive), sum(total)
+        devices.append((number, device, window, busy, window - busy, total_ns, part.height))
         for index, name in enumerate(names):
-            fraction = total[index] / whole if whole else None
-            parts.append((number, device, name, count[index], total[index], alone[index], fraction))
-        by_step = np.zeros((len(numbers), len(names), len(SHARES)), dtype=np.int64)
-        np.add.at(by_step, cut.row, values.transpose(2, 1, 0))
-        step, part_number = np.nonzero(by_step.any(axis=2))
+            fraction = total[index] / total_ns if total_ns else None
+            parts.append((number, device, name, count[index], total[index], exclusive[index], fraction))
+        step_values = np.zeros((len(numbers), len(names), len(SHARES)), dtype=np.int64)
+        np.add.at(step_values, cut.row, values.transpose(2, 1, 0))
+        step, part_number = np.nonzero(step_values.any(axis=2))
         steps.append(
             pl.DataFrame(
                 {
-                    TRACE: [number] * step.size,
+                    TRACE_COLUMN: [number] * step.size,
                     "device": [device] * step.size,
                     "step": [numbers[row] for row in step.tolist()],
                     key: [names[number] for number in part_number.tolist()],
-                    **dict(zip(SHARES, by_step[step, part_number].T, strict=True)),
+                    **dict(zip(SHARES, step_values[step, part_number].T, strict=True)),
                 },
                 schema=steps[0].schema,
             )
         )
-    by_device = dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64())
-    part_schema = {**of_device, key: label, **fields, "fraction": pl.Float64()}
-    return Shares(
-        pl.DataFrame(devices, schema={**of_device, **by_device}, orient="row"),
+    device_fields = dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64())
+    part_schema = {**device_key, key: label, **fields, "fraction": pl.Float64()}
+    return TimeShares(
+        pl.DataFrame(devices, schema={**device_key, **device_fields}, orient="row"),
         pl.DataFrame(parts, schema=part_schema, orient="row"),
         pl.concat(steps),
     )
@@ -201,16 +207,16 @@ def _measure(start: Ints, end: Ints, code: Ints, cut: Tiles, order: list[int]) -
     """Count, sum and exclusive time of each part in each tile; shape (3, parts, tiles)."""
     low, high = cut.spans
     out = np.zeros((len(SHARES), len(order), low.size), dtype=np.int64)
-    covered, before = EMPTY, np.zeros(low.size, dtype=np.int64)
+    covered, before = EMPTY_SPANS, np.zeros(low.size, dtype=np.int64)
     for part in order:
         in_part = code == part
         if not in_part.any():
             continue
         first, last = start[in_part], end[in_part]
-        covered = merge(covered, union(first, last))
-        now = coverage(covered, low, high)
+        covered = merge_spans(covered, merge_intervals(first, last))
+        now = compute_coverage(covered, low, high)
         out[0, part] = np.bincount(np.searchsorted(low, first, side="right") - 1, minlength=low.size)
-        out[1, part] = summed_coverage(first, last, low, high)
+        out[1, part] = sum_clipped_durations(first, last, low, high)
         out[2, part] = now - before
         before = now
     return out
@@ -219,7 +225,7 @@ def _measure(start: Ints, end: Ints, code: Ints, cut: Tiles, order: list[int]) -
 PARTS = ("compute_ns", "exposed_communication_ns", "exposed_memory_ns", "idle_ns")
 """The parts of a device's time, which add up to `window_ns`."""
 
-DEVICE_ACCOUNT_SCHEMA = schema("device name window_ns", *PARTS, "communication_ns edge_idle_ns")
+DEVICE_ACCOUNT_SCHEMA = build_schema("device name window_ns", *PARTS, "communication_ns edge_idle_ns")
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,7 @@ def has_step_time(trace: Trace) -> bool:
     return bool((trace.steps["end_ns"] > trace.steps["start_ns"]).any())
 
 
-def device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
+def build_device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
     """The time of the devices in the steps of a trace; of all their GPU work where no step holds any time."""
     if not has_step_time(trace):
         devices = gpu.devices.with_columns(edge_idle_ns=0)

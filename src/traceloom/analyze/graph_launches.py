@@ -15,37 +15,42 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.analyze.gpu_work import as_plain_array, build_op_neighbourhood, submissions
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.repeats import places_of
-from traceloom.formats.arguments import read_all_arguments, read_numbers, readable
+from traceloom.analyze.gpu_work import build_host_event_index, collect_launched_work, convert_to_ndarray
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.repeats import find_occurrences
+from traceloom.formats.arguments import can_reread_events, read_all_arguments, read_numeric_arguments
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import longest_increasing_subsequence, to_nullable_series
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import find_longest_increasing_subsequence, to_nullable_series
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import KERNEL, LAUNCHES
 
 GRAPH_CALLS = r"(?i)graph_?launch"
-_LONGER = 1.1  # a replay deviates when its span is this many times the median ...
-_SPREADS = 5  # ... and this many median absolute deviations above it
-_ENOUGH = 3  # replays for a spread
-_ALIKE = 0.8  # share of nodes that two graphs have in common
-_MOST_COMPARED = 64  # graphs that are compared with each other
+_DEVIATION_FACTOR = 1.1  # a replay deviates when its span is this many times the median ...
+_MIN_DEVIATIONS = 5  # ... and this many median absolute deviations above it
+_MIN_REPLAYS = 3  # replays for a spread
+_MIN_COMMON_SHARE = 0.8  # share of nodes that two graphs have in common
+_MAX_COMPARED = 64  # graphs that are compared with each other
 
 _MEDIANS = ("work_median_ns", "idle_median_ns", "call_median_ns")
-GRAPHS = schema(
+GRAPHS = build_schema(
     "graph graph_id evidence launch_name replay_count node_count stream_count span_median_ns span_min_ns span_max_ns",
     *_MEDIANS,
     "total_ns deviating_count like",
     {"evidence": pl.Enum(["correlated", "inferred"])},
 )
-REPLAYS = schema(
+REPLAYS = build_schema(
     "graph replay launch step start_ns span_ns work_ns idle_ns",
     "call_ns delay_ns node_count deviation worst_node worst_excess_ns",
 )
-NODES = schema("graph node node_id name replay_count mean_ns min_ns max_ns total_ns gap_mean_ns example")
-_NODE = ["graph", "node_id", "place", "code"]  # what tells a node: its id where there is one, else position and name
+NODES = build_schema("graph node node_id name replay_count mean_ns min_ns max_ns total_ns gap_mean_ns example")
+_NODE_KEYS = [
+    "graph",
+    "node_id",
+    "place",
+    "code",
+]  # what tells a node: its id where there is one, else position and name
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class _LaunchedWork(Struct, frozen=True):
     all_ns: int  # summed time of all GPU work
 
 
-class _Laid(Struct, frozen=True):
+class _AlignedReplays(Struct, frozen=True):
     """Replays laid upon each other; `graph`, `graph_id` and `sequence` per replay."""
 
     work: _LaunchedWork
@@ -106,39 +111,39 @@ class _Laid(Struct, frozen=True):
 
 def graph_launches(trace: Trace) -> GraphLaunches:
     """Find the graph launches and lay their replays upon each other."""
-    laid = _laid(trace)
+    laid = _align_replays(trace)
     work_ns, all_ns = int(laid.work.length.sum()), laid.work.all_ns
     fraction = work_ns / all_ns if all_ns else None
     if not laid.work.launch.size:
         graphs, replays, nodes = (pl.DataFrame(schema=columns) for columns in (GRAPHS, REPLAYS, NODES))
         return GraphLaunches(graphs, replays, nodes, 0, fraction)
-    laid_nodes = _nodes(trace, laid.placed)
-    replays = _replays(trace, laid, laid_nodes)
+    laid_nodes = _summarize_nodes(trace, laid.placed)
+    replays = _build_replays(trace, laid, laid_nodes)
     nodes = laid_nodes.pipe(cast_to_schema, NODES)
-    graphs = _graphs(trace, laid, replays)
-    graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
+    graphs = _summarize_graphs(trace, laid, replays)
+    graphs = graphs.with_columns(pl.Series("like", _find_similar_graphs(graphs, nodes), dtype=pl.UInt32))
     return GraphLaunches(graphs, replays, nodes, laid.work.row.size, fraction)
 
 
-def replayed_work(trace: Trace) -> pl.DataFrame:
+def list_replayed_work(trace: Trace) -> pl.DataFrame:
     """The GPU work of graph launches: event, launch (row of the call), graph and node as in `graph_launches`."""
-    laid = _laid(trace)
-    nodes = _nodes(trace, laid.placed)
+    laid = _align_replays(trace)
+    nodes = _summarize_nodes(trace, laid.placed)
     node_numbers = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node")
-    return laid.placed.join(node_numbers, on=_NODE, how="left", maintain_order="left").select(
+    return laid.placed.join(node_numbers, on=_NODE_KEYS, how="left", maintain_order="left").select(
         pl.col("row").alias("event"), "launch", "graph", "node"
     )
 
 
-def _laid(trace: Trace) -> _Laid:
-    submitted = submissions(trace)
-    words = vocabulary(trace)
-    called = words.matching(GRAPH_CALLS)
-    at = np.flatnonzero(submitted.known)
-    at = at[called[as_plain_array(words.code)[submitted.launch[at]]]]
-    at = at[np.lexsort((submitted.start[at], submitted.launch[at]))]
-    launch, first, replay = np.unique(submitted.launch[at], return_index=True, return_inverse=True)
-    start, end, row = submitted.start[at], submitted.end[at], submitted.row[at]
+def _align_replays(trace: Trace) -> _AlignedReplays:
+    submitted = collect_launched_work(trace)
+    vocabulary = build_vocabulary(trace)
+    called = vocabulary.matching(GRAPH_CALLS)
+    known_rows = np.flatnonzero(submitted.known)
+    known_rows = known_rows[called[convert_to_ndarray(vocabulary.code)[submitted.launch[known_rows]]]]
+    known_rows = known_rows[np.lexsort((submitted.start[known_rows], submitted.launch[known_rows]))]
+    launch, first, replay = np.unique(submitted.launch[known_rows], return_index=True, return_inverse=True)
+    start, end, row = submitted.start[known_rows], submitted.end[known_rows], submitted.row[known_rows]
     # replays one after the other on a clock that begins anew with each, so that none reaches into the next
     zero = start[first][replay]
     shift = replay * (int((end - zero).max(initial=0)) + 1) - zero
@@ -151,15 +156,15 @@ def _laid(trace: Trace) -> _Laid:
         start=start,
         length=end - start,
         gap=gap,
-        stream=submitted.lane[at],
-        code=as_plain_array(words.code)[row].astype(np.int64),
+        stream=submitted.lane[known_rows],
+        code=convert_to_ndarray(vocabulary.code)[row].astype(np.int64),
         launch=launch,
-        call_start=submitted.call_start[at[first]],
-        call_end=submitted.call_end[at[first]],
+        call_start=submitted.call_start[known_rows[first]],
+        call_end=submitted.call_end[known_rows[first]],
         first=first,
         all_ns=int((submitted.end - submitted.start).sum()),
     )
-    graph_id, node_id = _ids(trace, work)
+    graph_id, node_id = _read_graph_ids(trace, work)
     order = np.lexsort((work.start, work.stream, work.replay))
     position = np.empty(order.size, dtype=np.int64)
     position[order] = np.arange(order.size) - work.first[work.replay[order]]
@@ -189,18 +194,18 @@ def _laid(trace: Trace) -> _Laid:
             "gap": work.gap,
         }
     ).cast({"graph": pl.UInt32, "launch": pl.UInt32})
-    return _Laid(work, graph, graph_id, sequence, placed)
+    return _AlignedReplays(work, graph, graph_id, sequence, placed)
 
 
-def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
+def _read_graph_ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
     """Graph id of each replay and node id of each piece, where the recorder wrote them; -1 elsewhere."""
     graph_id = np.full(work.launch.size, -1, dtype=np.int64)
     node_id = np.full(work.row.size, -1, dtype=np.int64)
-    named = trace.events["name"][work.launch]
-    if not work.row.size or named.str.starts_with("hip").all() or not readable(trace):
+    launch_names = trace.events["name"][work.launch]
+    if not work.row.size or launch_names.str.starts_with("hip").all() or not can_reread_events(trace):
         return graph_id, node_id
     order = np.argsort(work.row, kind="stable")
-    read = read_numbers(trace, work.row[order], {"graph": "graph id", "node": "graph node id"})
+    read = read_numeric_arguments(trace, work.row[order], {"graph": "graph id", "node": "graph node id"})
     ids = np.full((2, work.row.size), -1, dtype=np.int64)
     for values, name in zip(ids, ("graph", "node"), strict=True):
         values[order] = read[name].cast(pl.Int64, strict=False).fill_null(0).to_numpy()
@@ -210,11 +215,11 @@ def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
     return graph_id, node_id
 
 
-def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
+def _summarize_nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
     """The nodes of every graph in their order, with what tells them and their median."""
     length = pl.col("length")
     added = (
-        placed.group_by(_NODE)
+        placed.group_by(_NODE_KEYS)
         .agg(
             pl.col("at").min(),
             pl.col("row").min().alias("example"),
@@ -232,11 +237,11 @@ def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
             pl.when(pl.col("node_id") >= 0).then("node_id").alias("id"),
         )
     )
-    named = added.with_columns(trace.events["name"][added["example"]].alias("name"))
-    return named.rename({"node_id": "own_id", "id": "node_id"})
+    named_nodes = added.with_columns(trace.events["name"][added["example"]].alias("name"))
+    return named_nodes.rename({"node_id": "own_id", "id": "node_id"})
 
 
-def _replays(trace: Trace, laid: _Laid, nodes: pl.DataFrame) -> pl.DataFrame:
+def _build_replays(trace: Trace, laid: _AlignedReplays, nodes: pl.DataFrame) -> pl.DataFrame:
     work, graph = laid.work, laid.graph
     start, node_count = work.start[work.first], np.diff(np.append(work.first, work.row.size))
     frame = pl.DataFrame(
@@ -260,12 +265,12 @@ def _replays(trace: Trace, laid: _Laid, nodes: pl.DataFrame) -> pl.DataFrame:
         .group_by("graph", "sequence")
         .agg(pl.len().alias("often"), pl.col("at").min(), pl.col("node_count").last().alias("usual_nodes"))
     )
-    usual = counted.sort("graph", "often", "at", descending=[False, True, False]).unique("graph", keep="first")
-    usual = usual.select("graph", "usual_nodes", usual="sequence")
+    typical = counted.sort("graph", "often", "at", descending=[False, True, False]).unique("graph", keep="first")
+    typical = typical.select("graph", "usual_nodes", usual="sequence")
     middle = pl.col("span_ns").median().over("graph")
     spread = (pl.col("span_ns") - middle).abs().median().over("graph")
-    longer = (pl.col("span_ns") > middle * _LONGER) & (pl.col("span_ns") > middle + _SPREADS * spread)
-    enough = pl.len().over("graph") >= _ENOUGH
+    longer = (pl.col("span_ns") > middle * _DEVIATION_FACTOR) & (pl.col("span_ns") > middle + _MIN_DEVIATIONS * spread)
+    enough = pl.len().over("graph") >= _MIN_REPLAYS
     times = (pl.col("span_ns") / middle).round(2).cast(pl.String)
     other = pl.col("sequence") != pl.col("usual")
     fewer = pl.format("{} nodes instead of {}", "node_count", "usual_nodes")
@@ -278,7 +283,7 @@ def _replays(trace: Trace, laid: _Laid, nodes: pl.DataFrame) -> pl.DataFrame:
     medians = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median")
     excess = (pl.col("length") - pl.col("median")).floor()
     worst = (
-        laid.placed.join(medians, on=_NODE, how="left")
+        laid.placed.join(medians, on=_NODE_KEYS, how="left")
         .with_columns(excess.alias("worst_excess_ns"))
         .filter(pl.col("worst_excess_ns") > 0)
         .sort("worst_excess_ns", "node", descending=[True, False])
@@ -286,7 +291,7 @@ def _replays(trace: Trace, laid: _Laid, nodes: pl.DataFrame) -> pl.DataFrame:
         .select("graph", "launch", pl.col("node").alias("worst_node"), "worst_excess_ns")
     )
     return (
-        frame.join(usual, on="graph", how="left", maintain_order="left")
+        frame.join(typical, on="graph", how="left", maintain_order="left")
         .with_columns(deviation.alias("deviation"))
         .sort("graph", "launch")
         .with_columns(pl.int_range(pl.len()).over("graph").alias("replay"))
@@ -296,7 +301,7 @@ def _replays(trace: Trace, laid: _Laid, nodes: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _graphs(trace: Trace, laid: _Laid, replays: pl.DataFrame) -> pl.DataFrame:
+def _summarize_graphs(trace: Trace, laid: _AlignedReplays, replays: pl.DataFrame) -> pl.DataFrame:
     """The columns of `GRAPHS` but `like`."""
     span, schema = pl.col("span_ns"), pl.Schema({name: kind for name, kind in GRAPHS.items() if name != "like"})
     added = replays.group_by("graph").agg(
@@ -325,32 +330,32 @@ def _graphs(trace: Trace, laid: _Laid, replays: pl.DataFrame) -> pl.DataFrame:
     ).pipe(cast_to_schema, schema)
 
 
-def _alike(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:
+def _find_similar_graphs(graphs: pl.DataFrame, nodes: pl.DataFrame) -> list[int | None]:
     """For each graph the one of more replays (or more nodes) whose names are nearly the same; few graphs only."""
     ordered = graphs.sort("replay_count", "node_count", "graph", descending=[True, True, False])["graph"].to_list()
-    if len(ordered) > _MOST_COMPARED:
+    if len(ordered) > _MAX_COMPARED:
         return [None] * graphs.height
     names = {
         graph: dict(part.group_by("name").len().iter_rows())
         for (graph,), part in nodes.select("graph", "name").group_by("graph")
     }
     like: dict[int, int] = {}
-    for at, graph in enumerate(ordered):
-        for other in ordered[:at]:
+    for index, graph in enumerate(ordered):
+        for other in ordered[:index]:
             shared = sum(min(count, names[other].get(name, 0)) for name, count in names[graph].items())
-            most = max(sum(names[graph].values()), sum(names[other].values()))
-            if shared >= _ALIKE * most:
+            max_nodes = max(sum(names[graph].values()), sum(names[other].values()))
+            if shared >= _MIN_COMMON_SHARE * max_nodes:
                 like[graph] = other
                 break
     return [like.get(graph) for graph in graphs["graph"].to_list()]
 
 
-_LAUNCH = r"(?i)launch.*kernel|kernel.*launch"
-_BEGIN, _END = r"(?i)StreamBeginCapture", r"(?i)StreamEndCapture"
-_LEAST_SHARE = 0.5  # of a graph's nodes must be joined, else the capture is of other work
-_MOST_PARTS = 64  # captures of one recording that are tried
+_LAUNCH_CALL = r"(?i)launch.*kernel|kernel.*launch"
+_BEGIN_CAPTURE, _END_CAPTURE = r"(?i)StreamBeginCapture", r"(?i)StreamEndCapture"
+_MIN_JOINED_SHARE = 0.5  # of a graph's nodes must be joined, else the capture is of other work
+_MAX_CAPTURES = 64  # captures of one recording that are tried
 
-MAPPED = schema(
+MAPPED_NODES_SCHEMA = build_schema(
     "graph node name replay_count total_ns op op_name module evidence reason",
     {"op": pl.UInt32, "evidence": pl.Enum(["correlated", "inferred"])},
 )
@@ -359,74 +364,81 @@ name, the module around it; evidence (correlated: the whole graph's names stand 
 an alignment in order), reason (why there is no operator)."""
 
 
-def of_rank(capture: Session | Trace | None, trace: Trace) -> Trace | None:
+def select_rank_trace(capture: Session | Trace | None, trace: Trace) -> Trace | None:
     """Of a recorded session the trace of the same rank, else its first."""
     if capture is None or isinstance(capture, Trace):
         return capture
     return next((candidate for candidate in capture.traces if candidate.rank == trace.rank), capture.traces[0])
 
 
-def mapped_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool = False) -> pl.DataFrame:
+def map_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: bool = False) -> pl.DataFrame:
     """The nodes of all graphs with the operators of the capture: `MAPPED`.
 
     With `launches` also `kernel`: the capture's event of that kernel, or the call that captured it.
     """
-    shape = pl.Schema({**MAPPED, **({"kernel": pl.UInt32()} if launches else {})})
+    shape = pl.Schema({**MAPPED_NODES_SCHEMA, **({"kernel": pl.UInt32()} if launches else {})})
     # What the capture launched: its kernels, else, where nothing ran, the launch calls that name their kernel
     events = capture.events
     kernels = events.filter(pl.col("category") == KERNEL, pl.col("launch").is_not_null())
     # replays of graphs know no operator here either
     kernels = kernels.filter(~events["name"].gather(kernels["launch"]).str.contains(GRAPH_CALLS))
-    by_call = events["start_ns"].gather(kernels["launch"])
-    order = np.lexsort((kernels["start_ns"].to_numpy(), by_call.to_numpy()))
+    call_start = events["start_ns"].gather(kernels["launch"])
+    order = np.lexsort((kernels["start_ns"].to_numpy(), call_start.to_numpy()))
     kernels = kernels[order].select("name", "launch", "event", pl.col("op").cast(pl.Int64).fill_null(-1))
     calls = events.filter(pl.col("category").is_in(LAUNCHES))
-    begin, end = (calls.filter(pl.col("name").str.contains(name))["start_ns"].to_numpy() for name in (_BEGIN, _END))
-    index = np.searchsorted(end, begin)
-    begin, end = begin[index < end.size], end[index[index < end.size]]
-    silent = calls.filter(pl.col("name").str.contains(_LAUNCH), ~pl.col("event").is_in(kernels["launch"].implode()))
-    if silent.height and readable(capture):
+    capture_start, end = (
+        calls.filter(pl.col("name").str.contains(name))["start_ns"].to_numpy()
+        for name in (_BEGIN_CAPTURE, _END_CAPTURE)
+    )
+    index = np.searchsorted(end, capture_start)
+    capture_start, end = capture_start[index < end.size], end[index[index < end.size]]
+    silent = calls.filter(
+        pl.col("name").str.contains(_LAUNCH_CALL), ~pl.col("event").is_in(kernels["launch"].implode())
+    )
+    if silent.height and can_reread_events(capture):
         kernel_names = [
             args.get("kernel") for args in read_all_arguments(capture, silent["event"].to_numpy().astype(np.int64))
         ]
         texts = [name if isinstance(name, str) else None for name in kernel_names]
-        named = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls("name")
-        named = named.select(
+        named_kernels = silent.with_columns(pl.Series("name", texts, dtype=pl.String)).drop_nulls("name")
+        named_kernels = named_kernels.select(
             "name", pl.col("event").alias("launch"), "event", pl.col("op").cast(pl.Int64).fill_null(-1)
         )
         # a recording of the capture holds both: what ran, and what was only captured
-        both = pl.concat([kernels, named.cast(kernels.schema)])
+        both = pl.concat([kernels, named_kernels.cast(kernels.schema)])
         kernels = both[np.argsort(events["start_ns"].gather(both["launch"]).to_numpy(), kind="stable")]
     start = events["start_ns"].gather(kernels["launch"]).to_numpy()
-    bounds = zip(np.searchsorted(start, begin).tolist(), np.searchsorted(start, end).tolist(), strict=True)
-    captures = [*[(low, high) for low, high in bounds if high > low][:_MOST_PARTS], (0, kernels.height)]
+    bounds = zip(np.searchsorted(start, capture_start).tolist(), np.searchsorted(start, end).tolist(), strict=True)
+    captures = [*[(low, high) for low, high in bounds if high > low][:_MAX_CAPTURES], (0, kernels.height)]
     nodes = graph_launches.nodes.select("graph", "node", "name", "replay_count", "total_ns")
-    words = pl.concat([nodes["name"], kernels["name"]]).unique(maintain_order=True)
-    numbered = pl.Enum(words.drop_nulls())
+    distinct_names = pl.concat([nodes["name"], kernels["name"]]).unique(maintain_order=True)
+    numbered = pl.Enum(distinct_names.drop_nulls())
     capture_codes = kernels["name"].cast(numbered).to_physical().to_numpy().astype(np.int64)
     parts = []
     for (_graph,), graph_nodes in nodes.group_by("graph", maintain_order=True):
         graph_codes = graph_nodes["name"].cast(numbered).to_physical().to_numpy().astype(np.int64)
-        at, exact = _best(graph_codes, capture_codes, captures)
+        alignment, exact = _find_best_alignment(graph_codes, capture_codes, captures)
         placeless = "its place in the order is not found in the capture"
-        if (at < 0).all():
+        if (alignment < 0).all():
             placeless = "the capture is of other work: less than half of the graph stands in it in this order"
         reason = np.where(np.isin(graph_codes, capture_codes), placeless, "no kernel of this name is in the capture")
         part = graph_nodes.with_columns(
-            pl.Series("at", at),
+            pl.Series("at", alignment),
             pl.lit("correlated" if exact else "inferred").alias("evidence"),
-            pl.when(pl.Series(at < 0)).then(pl.Series(reason.astype(object), dtype=pl.String)).alias("reason"),
+            pl.when(pl.Series(alignment < 0)).then(pl.Series(reason.astype(object), dtype=pl.String)).alias("reason"),
         )
         parts.append(part)
     if not parts:
         return pl.DataFrame(schema=shape)
     rows = pl.concat(parts)
-    at = rows["at"].to_numpy()
-    op = np.append(kernels["op"].to_numpy(), -1)[at]
-    kernel = np.append(kernels["event"].to_numpy().astype(np.int64), -1)[at]
-    host = build_op_neighbourhood(capture)
-    position = np.append(as_plain_array(host.tree.position), -1)[op]
-    module = np.append(as_plain_array(host.tree.row), -1)[host.climb(position, host.named(r"^nn\.Module: "))]
+    alignment = rows["at"].to_numpy()
+    op = np.append(kernels["op"].to_numpy(), -1)[alignment]
+    kernel = np.append(kernels["event"].to_numpy().astype(np.int64), -1)[alignment]
+    host = build_host_event_index(capture)
+    position = np.append(convert_to_ndarray(host.tree.position), -1)[op]
+    module = np.append(convert_to_ndarray(host.tree.row), -1)[
+        host.find_nearest_ancestor(position, host.named(r"^nn\.Module: "))
+    ]
     op_row, module_row = (to_nullable_series(row, pl.UInt32, absent=-1) for row in (op, module))
     none, names = pl.Series(op < 0), capture.events["name"]
     return rows.with_columns(
@@ -440,22 +452,22 @@ def mapped_nodes(graph_launches: GraphLaunches, capture: Trace, *, launches: boo
     ).pipe(cast_to_schema, shape)  # fmt: skip
 
 
-def _best(graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]) -> tuple[Ints, bool]:
+def _find_best_alignment(graph_codes: Ints, capture_codes: Ints, captures: list[tuple[int, int]]) -> tuple[Ints, bool]:
     """Position in the capture of each node, -1 for none; and whether all names appear there in this order."""
-    whole_graph = places_of(graph_codes, capture_codes)
-    if whole_graph.size:
-        return whole_graph[0] + np.arange(graph_codes.size), True
+    graph_matches = find_occurrences(graph_codes, capture_codes)
+    if graph_matches.size:
+        return graph_matches[0] + np.arange(graph_codes.size), True
     best = np.full(graph_codes.size, -1, dtype=np.int64)
     for low, high in captures:
-        aligned = _aligned(graph_codes, capture_codes[low:high])
+        aligned = _align_by_names(graph_codes, capture_codes[low:high])
         if (aligned >= 0).sum() > (best >= 0).sum():
             best = np.where(aligned >= 0, aligned + low, -1)
-    if (best >= 0).sum() < _LEAST_SHARE * graph_codes.size:  # a few kernels of everyday names prove nothing
+    if (best >= 0).sum() < _MIN_JOINED_SHARE * graph_codes.size:  # a few kernels of everyday names prove nothing
         best[:] = -1
     return best, False
 
 
-def _aligned(graph_codes: Ints, capture_codes: Ints) -> Ints:
+def _align_by_names(graph_codes: Ints, capture_codes: Ints) -> Ints:
     """Positions in `capture_codes` for as many of `graph_codes` as can be joined in order by equal names; else -1.
 
     The k-th kernel of a name is joined with the k-th of that name, counted from the front or from the back; of these
@@ -463,19 +475,19 @@ def _aligned(graph_codes: Ints, capture_codes: Ints) -> Ints:
     """
     best = np.full(graph_codes.size, -1, dtype=np.int64)
     kth = pl.int_range(pl.len()).over("code").alias("k")
-    for turn in (1, -1):
+    for direction in (1, -1):
         graph_side, capture_side = (
-            pl.DataFrame({"code": codes[::turn]}).with_row_index("at").with_columns(kth)
+            pl.DataFrame({"code": codes[::direction]}).with_row_index("at").with_columns(kth)
             for codes in (graph_codes, capture_codes)
         )
         joined = graph_side.join(capture_side, on=["code", "k"], how="left", maintain_order="left")
         pairs = joined["at_right"].cast(pl.Int64).fill_null(-1).to_numpy()
         paired = np.flatnonzero(pairs >= 0)
-        kept = paired[longest_increasing_subsequence(pairs[paired])]
-        if kept.size > (best >= 0).sum():
+        matched = paired[find_longest_increasing_subsequence(pairs[paired])]
+        if matched.size > (best >= 0).sum():
             best[:] = -1
-            positions = pairs[kept]
-            best[kept if turn == 1 else graph_codes.size - 1 - kept] = (
-                positions if turn == 1 else capture_codes.size - 1 - positions
+            positions = pairs[matched]
+            best[matched if direction == 1 else graph_codes.size - 1 - matched] = (
+                positions if direction == 1 else capture_codes.size - 1 - positions
             )
     return best

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.ancestry import Forest, build_forest, build_host_segments
 from traceloom.analyze.flame import KINDS as NODE_KINDS
 from traceloom.analyze.flame import call_tree
 from traceloom.analyze.host_events import (
@@ -23,25 +23,25 @@ from traceloom.analyze.host_events import (
     PHASES,
     UNOBSERVED,
     EventClasses,
-    activity,
+    classify_activity,
     classify_events,
-    is_communication_scope,
+    mark_communication_scopes,
 )
-from traceloom.analyze.intervals import complement, union
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.intervals import invert_spans, merge_intervals
+from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import NO_STEP, contains, cut, split_at_steps
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import Engine, column, engine, gather_rows, to_nullable_series
-from traceloom.trace.batch import per_trace
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import Engine, choose_engine, gather_rows, get_event_column, to_nullable_series
+from traceloom.trace.batch import cache_per_trace
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-THREADS = schema("lane process thread name window_ns busy_ns event_count main")
-ACCOUNT = schema("lane step phase activity ns", {"phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES)})
+THREADS = build_schema("lane process thread name window_ns busy_ns event_count main")
+ACCOUNT = build_schema("lane step phase activity ns", {"phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES)})
 _UNKNOWN = -1
-_STEP: Any = np.int32
-_CODE: Any = np.int8  # of phases and activities
+_STEP_TYPE: Any = np.int32
+_CODE_TYPE: Any = np.int8  # of phases and activities
 
 
 class _LaneParts(NamedTuple):
@@ -83,8 +83,8 @@ def host(trace: Trace) -> HostTime:
     stretches of one phase within a step belongs to it. docs/concepts/host-time.md has the definitions.
     """
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
-    main = main_lane(trace)
-    pieces = _pieces(trace, main)
+    main = find_main_lane(trace)
+    lane_parts = _build_lane_parts(trace, main)
     threads = lanes.select(
         "lane",
         "process",
@@ -95,36 +95,36 @@ def host(trace: Trace) -> HostTime:
         event_count=pl.col("events").cast(pl.Int64),
         main=(pl.col("lane") == main) if main is not None else pl.lit(False),
     ).pipe(cast_to_schema, THREADS)
-    how = engine(trace)
+    engine = choose_engine(trace)
     rows = []
-    while pieces:  # no two sets share a lane; each is given up once it is added up
-        rows.append(_summed(pieces.pop(), how))
+    while lane_parts:  # no two sets share a lane; each is given up once it is added up
+        rows.append(_add_up_parts(lane_parts.pop(), engine))
     account = pl.concat(rows).sort("lane", "step", "phase", "activity")
     account = account.with_columns(pl.col("step").replace(int(NO_STEP), None))
     return HostTime(threads, account.pipe(cast_to_schema, ACCOUNT))
 
 
-@per_trace
+@cache_per_trace
 def is_in_passes(trace: Trace) -> Bools:
     """Which host events, in the forest's order, are of the forward or the backward pass."""
-    in_passes: Bools = np.isin(_phase(trace, forest(trace), classify_events(trace)), (FORWARD, BACKWARD))
+    in_passes: Bools = np.isin(_assign_phases(trace, build_forest(trace), classify_events(trace)), (FORWARD, BACKWARD))
     return in_passes
 
 
-@per_trace
-def main_lane(trace: Trace) -> int | None:
+@cache_per_trace
+def find_main_lane(trace: Trace) -> int | None:
     """The lane that runs the program: a process's first thread where it has ops or calls, else the lane with most.
 
     Ops of the backward pass do not count, so that an autograd thread is never taken for it.
     """
-    tree = forest(trace)
+    tree = build_forest(trace)
     if not tree.row.size:
         return None
-    category = column(trace, "category")[tree.row]
+    category = get_event_column(trace, "category")[tree.row]
     is_work = np.isin(category, [cat.CATEGORIES.index(name) for name in (cat.OP, *cat.LAUNCHES)])
-    over = tree.outermost_or_self(classify_events(trace).phase == BACKWARD)
+    backward_event = tree.outermost_or_self(classify_events(trace).phase == BACKWARD)
     events = np.bincount(tree.lane)
-    working = tree.lane[is_work & (over < 0)]
+    working = tree.lane[is_work & (backward_event < 0)]
     works = np.bincount(working, minlength=events.size)
     first = set(trace.lanes["lane"].filter(trace.lanes["process"] == trace.lanes["thread"]))
     return max(
@@ -133,26 +133,26 @@ def main_lane(trace: Trace) -> int | None:
     )
 
 
-def _pieces(trace: Trace, main: int | None) -> list[_LaneParts]:
+def _build_lane_parts(trace: Trace, main: int | None) -> list[_LaneParts]:
     """Pieces of lanes with their step, phase and activity; together they tile every lane's window."""
-    tree = forest(trace)
-    segments = host_segments(trace)
-    phase_of = _phase(trace, tree, classify_events(trace))
+    tree = build_forest(trace)
+    segments = build_host_segments(trace)
+    phase_of = _assign_phases(trace, tree, classify_events(trace))
     cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
     owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
     # one more entry at the end, which the owner -1 (nothing recorded) finds
-    phase = np.append(phase_of, _UNKNOWN).astype(_CODE)[owner]
-    activity_code = np.append(activity(trace), UNOBSERVED).astype(_CODE)[owner]
-    pieces = _LaneParts(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, activity_code)
+    phase = np.append(phase_of, _UNKNOWN).astype(_CODE_TYPE)[owner]
+    activity_code = np.append(classify_activity(trace), UNOBSERVED).astype(_CODE_TYPE)[owner]
+    lane_parts = _LaneParts(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP_TYPE), phase, activity_code)
     del cuts, owner, step
     if main is None:
-        return [pieces]
+        return [lane_parts]
     main_rows = np.flatnonzero(lane == main)
-    ordered = pieces.take(main_rows[np.argsort(pieces.start_ns[main_rows], kind="stable")])
-    return [pieces.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
+    ordered = lane_parts.take(main_rows[np.argsort(lane_parts.start_ns[main_rows], kind="stable")])
+    return [lane_parts.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
 
 
-def _phase(trace: Trace, tree: Forest, event_meaning: EventClasses) -> Ints:
+def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> Ints:
     """Phase of each host event: that of the outermost event above it that has one; -1 where none does.
 
     An op that autograd recorded (it has a sequence number and no forward thread) is forward where nothing above it has
@@ -162,49 +162,51 @@ def _phase(trace: Trace, tree: Forest, event_meaning: EventClasses) -> Ints:
     """
     events = trace.events
     phase = event_meaning.phase.copy()
-    forward_thread = column(trace, "forward_thread", 0)[tree.row]
+    forward_thread = get_event_column(trace, "forward_thread", 0)[tree.row]
     recorded = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row) & (forward_thread == 0)
-    of_closure = np.isin(phase, (FORWARD, BACKWARD)) | (event_meaning.op & recorded & (phase < 0))
+    is_closure = np.isin(phase, (FORWARD, BACKWARD)) | (event_meaning.op & recorded & (phase < 0))
     if not (phase == BACKWARD).any():
         recorded |= gather_rows(events["step"].is_not_null().to_numpy(), tree.row)
     phase[(phase < 0) & event_meaning.op & recorded] = FORWARD
     top = tree.outermost_or_self(phase >= 0)
-    of_top = np.append(phase, _UNKNOWN)[top]
-    inner = tree.outermost_or_self(of_closure)
-    called = (of_top == OPTIMIZER) & (inner >= 0)
-    of_event = np.where(called, np.append(phase, _UNKNOWN)[inner], of_top)
-    if not is_communication_scope(trace).any():
-        return of_event
+    top_phase = np.append(phase, _UNKNOWN)[top]
+    inner = tree.outermost_or_self(is_closure)
+    called = (top_phase == OPTIMIZER) & (inner >= 0)
+    event_phase = np.where(called, np.append(phase, _UNKNOWN)[inner], top_phase)
+    if not mark_communication_scopes(trace).any():
+        return event_phase
     part = tree.outermost_or_self(np.isin(event_meaning.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
-    return np.where((of_top == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], of_event)
+    return np.where((top_phase == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], event_phase)
 
 
-def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _LaneParts) -> _LaneParts:
+def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, lane_parts: _LaneParts) -> _LaneParts:
     """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
     lanes = trace.lanes
     process = lanes.filter(pl.col("lane") == main)["process"][0]
-    others = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
+    other_lanes = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
     is_other = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)  # for every lane number
-    is_other[others["lane"].to_numpy()] = True
+    is_other[other_lanes["lane"].to_numpy()] = True
     elsewhere = gather_rows(is_other, tree.lane)
     for new_phase in (BACKWARD, COMMUNICATION):
         rows = np.flatnonzero(elsewhere & (phase_of == new_phase) & (tree.parent < 0))
-        busy = union(tree.start_ns[rows], tree.end_ns[rows])
+        busy = merge_intervals(tree.start_ns[rows], tree.end_ns[rows])
         if not busy.start.size:
             continue
-        unobserved = pieces.activity == UNOBSERVED
+        unobserved = lane_parts.activity == UNOBSERVED
         if new_phase == BACKWARD:  # a closure of the optimizer waits for it
-            free = (pieces.phase < 0) | ((pieces.phase == OPTIMIZER) & unobserved)
+            free = (lane_parts.phase < 0) | ((lane_parts.phase == OPTIMIZER) & unobserved)
         else:
-            free = (pieces.phase < 0) & unobserved
+            free = (lane_parts.phase < 0) & unobserved
         # the parts of free pieces that lie in the busy time; others are left whole
-        narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
-        parts, free = pieces.take(narrow.source), free[narrow.source]
+        narrow = cut(
+            np.where(free, lane_parts.start_ns, lane_parts.end_ns), lane_parts.end_ns, np.unique(np.concatenate(busy))
+        )
+        parts, free = lane_parts.take(narrow.source), free[narrow.source]
         start = np.where(free, narrow.start_ns, parts.start_ns)
         phase = np.where(free & contains(busy, start), new_phase, parts.phase)
-        pieces = parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
+        lane_parts = parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
     # phaseless pieces between two pieces of one phase in one step take that phase
-    phase, step = pieces.phase, pieces.step
+    phase, step = lane_parts.phase, lane_parts.step
     has_phase = phase >= 0
     positions = np.arange(phase.size, like=phase)
     before = np.maximum.accumulate(np.where(has_phase, positions, -1))
@@ -215,19 +217,19 @@ def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _LaneP
     same &= (step[left] == step[gap]) & (step[right] == step[gap])
     filled = phase.copy()
     filled[gap[same]] = phase[left][same]
-    return pieces._replace(phase=filled)
+    return lane_parts._replace(phase=filled)
 
 
-def _summed(pieces: _LaneParts, how: Engine) -> pl.DataFrame:
+def _add_up_parts(lane_parts: _LaneParts, engine: Engine) -> pl.DataFrame:
     """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
-    lane, start, end, step, phase, activity_code = pieces
+    lane, start, end, step, phase, activity_code = lane_parts
     steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
     step_index = np.searchsorted(steps, step)
     kinds = len(PHASES) * len(ACTIVITIES)
     kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity_code
     key = (lane.astype(np.int64) * max(steps.size, 1) + step_index) * kinds + kind
-    timed = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
-    summed = timed.collect(engine=how).sort("key")
+    durations = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
+    summed = durations.collect(engine=engine).sort("key")
     keys = summed["key"].to_numpy()
     number = steps[(keys // kinds) % max(steps.size, 1)] if steps.size else keys
     return pl.DataFrame(
@@ -253,23 +255,23 @@ ROLES = {
     "python": "runs other Python",
     "annotations": "holds only annotations",
 }
-THREAD_SCHEMA = schema(
+THREAD_SCHEMA = build_schema(
     "lane process thread name role says event_count window_ns busy_ns active_ns",
     *(f"{name}_ns" for name in ACTIVITIES),
     "launch_count",
     {"role": pl.Enum(list(ROLES))},
 )
-CONCURRENCY = schema("step threads ns")
-CURVE = schema("start_ns active")
-PARTS = 200  # of the window, for the curve
+CONCURRENCY = build_schema("step threads ns")
+CURVE = build_schema("start_ns active")
+CURVE_PARTS = 200  # of the window, for the curve
 
-_LOADER = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
-_PIN = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
-_COMPILER = (
+_LOADER_FRAME = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
+_PIN_MEMORY_FRAME = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
+_COMPILER_FRAME = (
     r"(^|/)torch/(_inductor|_dynamo|_functorch)/|\(dynamo_timed\)$|^(dynamo|inductor_compile|entire_\w+_compile)$"
 )
-_TALKS = r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
-_STARTER = r"^(threading|concurrent/futures/thread|multiprocessing/\w+)\.py\(\d+\): |^<"
+_COMMUNICATION_EVENT = r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
+_THREAD_START_FRAME = r"^(threading|concurrent/futures/thread|multiprocessing/\w+)\.py\(\d+\): |^<"
 
 
 @dataclass(frozen=True)
@@ -298,16 +300,16 @@ class Threads(Result):
 def threads(trace: Trace) -> Threads:
     """Say of every host thread what it is for and what it did, and how many were active over time."""
     lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
-    segments = host_segments(trace)
-    doing = np.append(activity(trace), UNOBSERVED)[segments.owner]
+    segments = build_host_segments(trace)
+    doing = np.append(classify_activity(trace), UNOBSERVED)[segments.owner]
     ns = segments.end_ns - segments.start_ns
     size = int(trace.lanes["lane"].to_numpy().max(initial=0)) + 1
-    by_activity = np.zeros((size, len(ACTIVITIES)), dtype=np.int64)
-    np.add.at(by_activity, (segments.lane, doing), ns)
+    activity_ns = np.zeros((size, len(ACTIVITIES)), dtype=np.int64)
+    np.add.at(activity_ns, (segments.lane, doing), ns)
     host_lanes = lanes["lane"].to_numpy()
-    roles = _roles(trace)
+    roles = _infer_roles(trace)
     launches = [cat.CATEGORIES.index(category) for category in cat.LAUNCHES]
-    calls = np.flatnonzero(np.isin(column(trace, "category"), launches))
+    calls = np.flatnonzero(np.isin(get_event_column(trace, "category"), launches))
     window = trace.end_ns - trace.start_ns
     busy = lanes["busy_ns"].fill_null(0).to_numpy()
     table = pl.DataFrame(
@@ -321,9 +323,9 @@ def threads(trace: Trace) -> Threads:
             "event_count": lanes["events"].cast(pl.Int64),
             "window_ns": np.full(host_lanes.size, window),
             "busy_ns": busy,
-            "active_ns": window - by_activity[host_lanes, UNOBSERVED] - by_activity[host_lanes, BLOCKING_CALL],
-            **{f"{name}_ns": by_activity[host_lanes, at] for at, name in enumerate(ACTIVITIES)},
-            "launch_count": np.bincount(column(trace, "lane")[calls], minlength=size)[host_lanes],
+            "active_ns": window - activity_ns[host_lanes, UNOBSERVED] - activity_ns[host_lanes, BLOCKING_CALL],
+            **{f"{name}_ns": activity_ns[host_lanes, index] for index, name in enumerate(ACTIVITIES)},
+            "launch_count": np.bincount(get_event_column(trace, "lane")[calls], minlength=size)[host_lanes],
         }
     ).pipe(cast_to_schema, THREAD_SCHEMA)
     is_main = (pl.col("role") == "main").fill_null(False)
@@ -333,8 +335,12 @@ def threads(trace: Trace) -> Threads:
     low, high = (np.searchsorted(segments.lane[resting], host_lanes, side=side) for side in ("left", "right"))
     times, change = [np.array([trace.start_ns, trace.end_ns])], [np.zeros(2, dtype=np.int64)]
     for first, last in zip(low.tolist(), high.tolist(), strict=True):
-        rest = resting[first:last]
-        active = complement(union(segments.start_ns[rest], segments.end_ns[rest]), trace.start_ns, trace.end_ns)
+        resting_rows = resting[first:last]
+        active = invert_spans(
+            merge_intervals(segments.start_ns[resting_rows], segments.end_ns[resting_rows]),
+            trace.start_ns,
+            trace.end_ns,
+        )
         times += active
         change += [np.ones_like(active.start), -np.ones_like(active.end)]
     start = np.concatenate(times)
@@ -346,12 +352,12 @@ def threads(trace: Trace) -> Threads:
     if start.size < 2:
         concurrency = CONCURRENCY.to_frame()
     else:
-        pieces, step = split_at_steps(trace, start[:-1], start[1:])
+        step_spans, step = split_at_steps(trace, start[:-1], start[1:])
         frame = pl.DataFrame(
             {
                 "step": to_nullable_series(step, absent=int(NO_STEP)),
-                "threads": count[:-1][pieces.source],
-                "ns": pieces.end_ns - pieces.start_ns,
+                "threads": count[:-1][step_spans.source],
+                "ns": step_spans.end_ns - step_spans.start_ns,
             }
         )
         concurrency = (
@@ -363,42 +369,42 @@ def threads(trace: Trace) -> Threads:
     return Threads(
         table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
         concurrency,
-        _curve(trace, start, count),
+        _compute_concurrency_curve(trace, start, count),
         int(count.max(initial=0)),
         total / window if window else None,
     )
 
 
-def _curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
+def _compute_concurrency_curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
     window = trace.end_ns - trace.start_ns
-    parts = min(PARTS, window)
+    parts = min(CURVE_PARTS, window)
     if start.size < 2 or not parts:
         return CURVE.to_frame()
     edges = trace.start_ns + window * np.arange(parts + 1) // parts
     spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])  # thread-nanoseconds up to each instant
-    at = np.searchsorted(start, edges, side="right") - 1
-    until = spent[at] + count[at] * (edges - start[at])
+    position = np.searchsorted(start, edges, side="right") - 1
+    until = spent[position] + count[position] * (edges - start[position])
     return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(cast_to_schema, CURVE)
 
 
-@per_trace
-def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
+@cache_per_trace
+def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
     """Role of every host lane, and the name that shows it."""
-    tree = forest(trace)
-    main = main_lane(trace)
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    category = column(trace, "category")[tree.row]
+    tree = build_forest(trace)
+    main = find_main_lane(trace)
+    vocabulary = build_vocabulary(trace)
+    code = vocabulary.code[tree.row]
+    category = get_event_column(trace, "category")[tree.row]
     is_op = category == cat.CATEGORIES.index(cat.OP)
     backward = (tree.parent < 0) & (classify_events(trace).phase == BACKWARD) & is_op
     launch = np.isin(category, [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
     python = category == cat.CATEGORIES.index(cat.PYTHON)
     tests = (
-        ("pin_memory", gather_rows(words.matching(_PIN), code)),
-        ("data_loader", gather_rows(words.matching(_LOADER), code) & python),
+        ("pin_memory", gather_rows(vocabulary.matching(_PIN_MEMORY_FRAME), code)),
+        ("data_loader", gather_rows(vocabulary.matching(_LOADER_FRAME), code) & python),
         ("autograd", backward),
-        ("compiler", gather_rows(words.matching(_COMPILER), code) & ~launch),
-        ("communication", gather_rows(words.matching(_TALKS), code) & (tree.parent < 0)),
+        ("compiler", gather_rows(vocabulary.matching(_COMPILER_FRAME), code) & ~launch),
+        ("communication", gather_rows(vocabulary.matching(_COMMUNICATION_EVENT), code) & (tree.parent < 0)),
         ("operators", is_op),
         ("python", python),
         ("runtime", launch),
@@ -409,13 +415,13 @@ def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         rows = np.flatnonzero(matches)
         lanes, first = np.unique(tree.lane[rows], return_index=True)
         for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
-            roles.setdefault(lane, (role, str(words.names[int(code[row])])))
+            roles.setdefault(lane, (role, str(vocabulary.names[int(code[row])])))
     for lane in [lane for lane, (role, _) in roles.items() if role == "python"]:
         # what it was started to do: its outermost frame that is not the machinery of starting threads
         folded = call_tree(trace)
         frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
         names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]
-        targets = names.filter(~names.str.contains(_STARTER))
+        targets = names.filter(~names.str.contains(_THREAD_START_FRAME))
         if targets.len():
             roles[lane] = ("python", str(targets[0]) or roles[lane][1])
     if main is not None:

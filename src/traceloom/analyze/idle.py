@@ -14,28 +14,34 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest, host_segments
+from traceloom.analyze.ancestry import build_forest, build_host_segments
 from traceloom.analyze.gpu_work import (
-    CALL,
-    RECORD,
-    Gaps,
-    call_times,
-    copies,
-    gaps,
-    gpu_rows,
-    locate_waits,
-    stream_waits,
+    STREAM_WAIT_CALL,
+    STREAM_WAIT_RECORD,
+    IdleGaps,
+    add_wait_times,
+    collect_call_times,
+    find_gpu_event_rows,
+    find_idle_gaps,
+    find_stream_waits,
+    is_copy,
 )
-from traceloom.analyze.host_events import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, classify_events
-from traceloom.analyze.host_time import main_lane
-from traceloom.analyze.intervals import Spans, overlaps
-from traceloom.analyze.kernel_rules import gpu_work
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import tiles
+from traceloom.analyze.host_events import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, classify_activity, classify_events
+from traceloom.analyze.host_time import find_main_lane
+from traceloom.analyze.intervals import Spans, find_overlaps
+from traceloom.analyze.kernel_rules import select_gpu_work
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import build_tiles
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows, on_disk
-from traceloom.trace.batch import TRACE, of_events, per_trace, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import gather_rows, get_event_column, move_columns_to_disk
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    gather_event_column,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import LAUNCHES
 
@@ -68,21 +74,21 @@ CAUSES = {
 }
 """Every cause with its meaning in a few words."""
 
-_CAUSES = list(HOST_CAUSES)
-_OF_ACTIVITY = {
-    BLOCKING_CALL: _CAUSES.index("host_blocking_call"),
-    LAUNCH: _CAUSES.index("host_launch"),
-    OP: _CAUSES.index("host_op"),
-    PYTHON: _CAUSES.index("host_python"),
+_HOST_CAUSE_NAMES = list(HOST_CAUSES)
+_CAUSE_BY_ACTIVITY = {
+    BLOCKING_CALL: _HOST_CAUSE_NAMES.index("host_blocking_call"),
+    LAUNCH: _HOST_CAUSE_NAMES.index("host_launch"),
+    OP: _HOST_CAUSE_NAMES.index("host_op"),
+    PYTHON: _HOST_CAUSE_NAMES.index("host_python"),
 }
-_UNOBSERVED = len(_CAUSES) - 1
+_UNOBSERVED = len(_HOST_CAUSE_NAMES) - 1
 # What the collector is called in recordings: Python's own event, annotations of it, and calls of `gc.collect`.
-COLLECTIONS = (
+GARBAGE_COLLECTION_PATTERN = (
     r"^(Python )?GC\b|^gc($|[.: (])|^garbage[ _]collect"
     r"|^<built-in (function|method) collect( of module '?gc'?.*)?>$|(^|/)gc\.py\(\d+\): "
 )
 # Waiting for a lock, a condition or a semaphore; `run_backward` and synchronisations are no locks.
-LOCKS = (
+LOCK_PATTERN = (
     r"^<built-in method (acquire|__enter__|_acquire_restore) of _?(thread|multiprocessing|threading)\."
     r"|(^|/)threading\.py\(\d+\): (acquire|wait|wait_for|_wait_for_tstate_lock|_acquire_restore|join)$"
     r"|(^|/)(multiprocessing/(synchronize|queues)|queue)\.py\(\d+\): (acquire|__enter__|wait|get)$"
@@ -140,35 +146,39 @@ def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: I
         Columns gap, step_row, start_ns, duration_ns, cause (number in HOST_CAUSES), sure, activity (row of the
         longest innermost event, -1 where none is open); durations add up to those of `waiting`.
     """
-    tree = forest(trace)
-    pieces = _observed(trace, waiting, lane, device)
-    cause = np.full(pieces.owner.size, _UNOBSERVED)
-    observed = pieces.owner >= 0
+    tree = build_forest(trace)
+    wait_parts = _split_by_innermost_event(trace, waiting, lane, device)
+    cause = np.full(wait_parts.owner.size, _UNOBSERVED)
+    observed = wait_parts.owner >= 0
     # the cause that each host event stands for, by itself and what it stands in
-    words, activities = vocabulary(trace), activity(trace)
+    vocabulary, activities = build_vocabulary(trace), classify_activity(trace)
     cause_of = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
-    for code, number in _OF_ACTIVITY.items():
+    for code, number in _CAUSE_BY_ACTIVITY.items():
         cause_of[activities == code] = number
-    for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
-        matching = words.matching(pattern)
+    for pattern, name in ((LOCK_PATTERN, "host_lock"), (GARBAGE_COLLECTION_PATTERN, "host_garbage_collection")):
+        matching = vocabulary.matching(pattern)
         if matching.any():
-            cause_of[tree.outermost_or_self(gather_rows(matching, words.code[tree.row])) >= 0] = _CAUSES.index(name)
-    cause_of[tree.outermost_or_self(classify_events(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
-    cause[observed] = cause_of[pieces.owner[observed]]
-    rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
+            cause_of[tree.outermost_or_self(gather_rows(matching, vocabulary.code[tree.row])) >= 0] = (
+                _HOST_CAUSE_NAMES.index(name)
+            )
+    cause_of[tree.outermost_or_self(classify_events(trace).phase == LOADING) >= 0] = _HOST_CAUSE_NAMES.index(
+        "host_data_loading"
+    )
+    cause[observed] = cause_of[wait_parts.owner[observed]]
+    rows = tree.row[wait_parts.owner] if tree.row.size else wait_parts.owner
     event_row = np.where(observed, rows, -1)
-    length = pieces.end - pieces.start
-    kind = pieces.part * len(_CAUSES) + cause
+    length = wait_parts.end - wait_parts.start
+    kind = wait_parts.part * len(_HOST_CAUSE_NAMES) + cause
     order = np.lexsort((-length, kind))  # the longest of each part and cause first
     ordered = kind[order]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))
-    part = pieces.part[order[first]]
-    sure = ~pieces.other & (cause != _UNOBSERVED)
+    part = wait_parts.part[order[first]]
+    sure = ~wait_parts.other & (cause != _UNOBSERVED)
     return pl.DataFrame(
         {
             "gap": waiting.gap[part],
             "step_row": waiting.step_row[part],
-            "start_ns": np.minimum.reduceat(pieces.start[order], first),
+            "start_ns": np.minimum.reduceat(wait_parts.start[order], first),
             "duration_ns": np.add.reduceat(length[order], first),
             "cause": cause[order[first]],
             "sure": np.logical_and.reduceat(sure[order], first),
@@ -177,7 +187,7 @@ def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: I
     )
 
 
-def _observed(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> _WaitParts:
+def _split_by_innermost_event(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> _WaitParts:
     """Cut the stretches at every change of the innermost event of the launching thread.
 
     Where that has nothing open, the main thread's events are taken. That the main thread waits for autograd's threads
@@ -185,11 +195,11 @@ def _observed(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> 
     """
     nothing = np.zeros(0, dtype=np.int64)
     parts = [_WaitParts(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))]
-    tree, segments, main = forest(trace), host_segments(trace), main_lane(trace)
+    tree, segments, main = build_forest(trace), build_host_segments(trace), find_main_lane(trace)
 
-    def on_lane(of: int, part: Ints, spans: Spans) -> _WaitParts:
-        rows = np.flatnonzero(segments.lane == of)
-        shared = overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
+    def on_lane(lane_number: int, part: Ints, spans: Spans) -> _WaitParts:
+        rows = np.flatnonzero(segments.lane == lane_number)
+        shared = find_overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
         owner = segments.owner[rows[shared.left]]
         return _WaitParts(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
 
@@ -197,17 +207,25 @@ def _observed(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> 
     for group in np.unique(pair):
         part = np.flatnonzero(pair == group)
         launch_lane = int(lane[part[0]])
-        own = on_lane(launch_lane, part, Spans(waiting.start[part], waiting.end[part]))
+        lane_parts = on_lane(launch_lane, part, Spans(waiting.start[part], waiting.end[part]))
         if main is None or launch_lane == main:
-            parts.append(own)
+            parts.append(lane_parts)
             continue
-        blank = np.flatnonzero(own.owner < 0)
-        blank = blank[np.argsort(own.start[blank], kind="stable")]
-        helped = on_lane(main, own.part[blank], Spans(own.start[blank], own.end[blank]))
+        blank = np.flatnonzero(lane_parts.owner < 0)
+        blank = blank[np.argsort(lane_parts.start[blank], kind="stable")]
+        helped = on_lane(main, lane_parts.part[blank], Spans(lane_parts.start[blank], lane_parts.end[blank]))
         names = trace.events["name"][tree.row[np.maximum(helped.owner, 0)]]
         counts = (helped.owner >= 0) & ~names.str.starts_with("<built-in method run_backward").to_numpy()
-        kept = own.owner >= 0
-        parts.append(_WaitParts(own.part[kept], own.owner[kept], own.start[kept], own.end[kept], own.other[kept]))
+        has_owner = lane_parts.owner >= 0
+        parts.append(
+            _WaitParts(
+                lane_parts.part[has_owner],
+                lane_parts.owner[has_owner],
+                lane_parts.start[has_owner],
+                lane_parts.end[has_owner],
+                lane_parts.other[has_owner],
+            )
+        )
         parts.append(helped._replace(owner=np.where(counts, helped.owner, -1), other=counts))
     return _WaitParts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
@@ -215,7 +233,7 @@ def _observed(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> 
 CauseType = pl.Enum(list(CAUSES))
 EVIDENCE = ("measured", "correlated", "inferred", "assumed")
 EvidenceType = pl.Enum(EVIDENCE)
-_CODES = {cause: code for code, cause in enumerate(CAUSES)}
+_CAUSE_CODES = {cause: code for code, cause in enumerate(CAUSES)}
 _NONE = -1
 
 # Longest pause that the hardware needs between two queued pieces of work: 99 % stay below 3 µs on NVIDIA and below
@@ -224,9 +242,9 @@ KERNEL_TO_KERNEL_NS = 30_000
 # Longest time from the return of a launch call to the start of its work on an idle device that still is latency.
 LAUNCH_LATENCY_NS = 100_000
 # Work may seem to end this long after what waited for it began.
-_CLOCK_NS = 2_000
+_CLOCK_TOLERANCE_NS = 2_000
 
-GAP_SCHEMA = schema(
+GAP_SCHEMA = build_schema(
     "gap device start_ns duration_ns cause evidence before after launch step host_activity host_event producer wait",
     {"cause": CauseType, "evidence": EvidenceType},
 )
@@ -251,31 +269,31 @@ class Idle(Result):
     totals: pl.DataFrame
 
 
-@per_trace
+@cache_per_trace
 def idle(trace: Trace) -> Idle:
     """Split the idle time of every device by cause."""
-    all_gaps = gaps(trace)
+    all_gaps = find_idle_gaps(trace)
     # Cut each gap in three: the host before the launch call, the launch, what came after
     low, high = all_gaps.low, all_gaps.high
-    start, duration = (column(trace, name) for name in ("start_ns", "duration_ns"))
+    start, duration = (get_event_column(trace, name) for name in ("start_ns", "duration_ns"))
     caused = (all_gaps.launch >= 0) & all_gaps.first
     call = np.where(caused, start[all_gaps.launch], low) if start.size else low
     back = np.where(caused, call + np.maximum(duration[all_gaps.launch], 0), low) if start.size else low
     # a copy whose call waits for the end of the copy was submitted when the call began
     ended = start[all_gaps.after] + duration[all_gaps.after]
-    waits = copies(trace, all_gaps.after) & (back >= ended) & (call < low)
+    waits = is_copy(trace, all_gaps.after) & (back >= ended) & (call < low)
     called = np.clip(call, low, high)
     returned = np.where(waits, low, np.clip(back, called, high))
     # a call that takes longer than work takes to begin keeps the host: it loads code, say
     called = np.where(~waits & (returned - called > LAUNCH_LATENCY_NS), returned, called)
     prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
-    taken = np.where(prompt, high, returned)
-    steps = tiles(trace)
+    queued_ns = np.where(prompt, high, returned)
+    steps = build_tiles(trace)
 
     # What the host did until its launch call.
-    shared = overlaps(all_gaps.low, called, steps.spans)
+    shared = find_overlaps(all_gaps.low, called, steps.spans)
     cut = GapIntervals(shared.left, gather_rows(steps.row, shared.right), shared.start, shared.end)
-    lane = column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
+    lane = get_event_column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
     sure = pl.when("sure").then(EVIDENCE.index("correlated")).otherwise(EVIDENCE.index("inferred")).cast(pl.Int64)
     none = pl.lit(_NONE, dtype=pl.Int64)
     parts = [
@@ -287,15 +305,15 @@ def idle(trace: Trace) -> Idle:
 
     # The launch; then the time in which the work was already submitted: work that waited gets its producer.
     nothing = np.full(all_gaps.low.size, _NONE, like=all_gaps.low)
-    latency = np.full(all_gaps.low.size, _CODES[LAUNCH_LATENCY], like=all_gaps.low)
+    latency = np.full(all_gaps.low.size, _CAUSE_CODES[LAUNCH_LATENCY], like=all_gaps.low)
     correlated = np.full(all_gaps.low.size, EVIDENCE.index("correlated"), like=all_gaps.low)
     queued_cause, queued_evidence, waited = _classify_queued(trace, all_gaps)
     awaited, wait = _find_producers(trace, all_gaps, waited)
     for start, end, cause, evidence, producer, wait_row in (
-        (called, taken, latency, correlated, nothing, nothing),
-        (taken, all_gaps.high, queued_cause, queued_evidence, awaited, wait),
+        (called, queued_ns, latency, correlated, nothing, nothing),
+        (queued_ns, all_gaps.high, queued_cause, queued_evidence, awaited, wait),
     ):
-        shared = overlaps(start, end, steps.spans)
+        shared = find_overlaps(start, end, steps.spans)
         gap = shared.left
         parts.append(
             pl.DataFrame(
@@ -312,7 +330,7 @@ def idle(trace: Trace) -> Idle:
                 }
             )
         )
-    rows = on_disk(trace, _rows(trace, all_gaps, parts))
+    rows = move_columns_to_disk(trace, _build_gap_rows(trace, all_gaps, parts))
     causes, totals = (  # the largest cause first
         rows.lazy()
         .group_by(*keys, "cause")
@@ -324,18 +342,18 @@ def idle(trace: Trace) -> Idle:
     return Idle(rows, causes, totals)
 
 
-def _classify_queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
+def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bools]:
     """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and whether it is a wait."""
-    waited, recorded = stream_waits(trace)
+    waited, recorded = find_stream_waits(trace)
     has_wait = waited[all_gaps.after]
     short = all_gaps.high - all_gaps.low <= KERNEL_TO_KERNEL_NS
-    work = gpu_rows(trace)
-    ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
-    earlier = np.searchsorted(ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
-    something_ended = np.searchsorted(ends, all_gaps.high, side="right") > earlier
+    work = find_gpu_event_rows(trace)
+    work_ends = np.sort(trace.events["start_ns"].to_numpy()[work] + trace.events["duration_ns"].to_numpy()[work])
+    earlier = np.searchsorted(work_ends, all_gaps.high - KERNEL_TO_KERNEL_NS, side="right")
+    something_ended = np.searchsorted(work_ends, all_gaps.high, side="right") > earlier
     # A short gap after work of the same stream comes from stream order; a long one is a wait only if something ended
     # just before it did: all streams of this device were idle, so nothing on it could have been awaited.
-    waited = has_wait & np.where(short, ~all_gaps.same_stream, something_ended | recorded)
+    waited = has_wait & np.where(short, ~all_gaps.is_same_stream, something_ended | recorded)
     choices = (
         (all_gaps.launch < 0, NOT_RECORDED, None),
         (~all_gaps.first, GRAPH_INTERNAL, "correlated"),
@@ -343,16 +361,16 @@ def _classify_queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
         (short, KERNEL_TO_KERNEL, "inferred"),
         (np.ones_like(short), UNEXPLAINED, "assumed"),
     )
-    chosen = np.select([choice[0] for choice in choices], range(len(choices)))
+    choice_index = np.select([choice[0] for choice in choices], range(len(choices)))
     causes, evidence = [choice[1] for choice in choices], [choice[2] for choice in choices]
     return (
-        gather_rows(np.array([_CODES[cause] for cause in causes]), chosen),
-        np.array([_NONE if name is None else EVIDENCE.index(name) for name in evidence])[chosen],
-        chosen == causes.index(DEPENDENCY),
+        gather_rows(np.array([_CAUSE_CODES[cause] for cause in causes]), choice_index),
+        np.array([_NONE if name is None else EVIDENCE.index(name) for name in evidence])[choice_index],
+        choice_index == causes.index(DEPENDENCY),
     )
 
 
-def _find_producers(trace: Trace, gaps: Gaps, waited: Bools) -> tuple[Ints, Ints]:
+def _find_producers(trace: Trace, gaps: IdleGaps, waited: Bools) -> tuple[Ints, Ints]:
     """What the work after those gaps that are waits had waited for; rows of `events`, -1 for none; shape (gaps,).
 
     A recorded wait names the stream and the record of the event: the last work that was launched on that stream before
@@ -365,54 +383,57 @@ def _find_producers(trace: Trace, gaps: Gaps, waited: Bools) -> tuple[Ints, Ints
         thread, that asked for one.
     """
     producer, wait = (np.full(waited.size, _NONE, dtype=np.int64) for _ in range(2))
-    at = np.flatnonzero(waited)
-    if not at.size:
+    waited_gaps = np.flatnonzero(waited)
+    if not waited_gaps.size:
         return producer, wait
-    producer[at] = np.where(gaps.same_stream[at], _NONE, gaps.before[at])
-    row = gpu_rows(trace)
-    device = column(trace, "device", _NONE)[row]
+    producer[waited_gaps] = np.where(gaps.is_same_stream[waited_gaps], _NONE, gaps.before[waited_gaps])
+    row = find_gpu_event_rows(trace)
+    device = get_event_column(trace, "device", _NONE)[row]
     if int(device.min(initial=0)) != int(device.max(initial=0)):
-        end = column(trace, "start_ns")[row] + np.maximum(column(trace, "duration_ns")[row], 0)
-        alone = at[gaps.same_stream[at]]
-        for gap_device in np.unique(gaps.device[alone]).tolist():
-            own, others = alone[gaps.device[alone] == gap_device], np.flatnonzero(device != gap_device)
-            others = others[np.argsort(end[others], kind="stable")]
-            last = np.searchsorted(end[others], gaps.high[own], side="right") - 1
-            own, last = own[last >= 0], others[last[last >= 0]]
-            near = end[last] > gaps.high[own] - KERNEL_TO_KERNEL_NS
-            producer[own[near]] = row[last[near]]
+        end = get_event_column(trace, "start_ns")[row] + np.maximum(get_event_column(trace, "duration_ns")[row], 0)
+        same_stream_gaps = waited_gaps[gaps.is_same_stream[waited_gaps]]
+        for gap_device in np.unique(gaps.device[same_stream_gaps]).tolist():
+            gap_rows, other_rows = (
+                same_stream_gaps[gaps.device[same_stream_gaps] == gap_device],
+                np.flatnonzero(device != gap_device),
+            )
+            other_rows = other_rows[np.argsort(end[other_rows], kind="stable")]
+            last = np.searchsorted(end[other_rows], gaps.high[gap_rows], side="right") - 1
+            gap_rows, last = gap_rows[last >= 0], other_rows[last[last >= 0]]
+            is_near = end[last] > gaps.high[gap_rows] - KERNEL_TO_KERNEL_NS
+            producer[gap_rows[is_near]] = row[last[is_near]]
 
-    launch = gaps.launch[at]
-    lane, start = column(trace, "lane")[launch], column(trace, "start_ns")[launch]
+    launch = gaps.launch[waited_gaps]
+    lane, start = get_event_column(trace, "lane")[launch], get_event_column(trace, "start_ns")[launch]
     calls = trace.events.lazy().filter(
-        pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(CALL, literal=True)
+        pl.col("category").is_in(LAUNCHES), pl.col("name").str.contains(STREAM_WAIT_CALL, literal=True)
     )
     for part in calls.select("lane", "event", "start_ns").collect().partition_by("lane"):
-        own = np.flatnonzero((lane == part["lane"][0]) & (launch >= 0))
-        last = np.searchsorted(part["start_ns"].to_numpy(), start[own], side="left") - 1
-        wait[at[own[last >= 0]]] = part["event"].to_numpy()[last[last >= 0]]
+        gap_rows = np.flatnonzero((lane == part["lane"][0]) & (launch >= 0))
+        last = np.searchsorted(part["start_ns"].to_numpy(), start[gap_rows], side="left") - 1
+        wait[waited_gaps[gap_rows[last >= 0]]] = part["event"].to_numpy()[last[last >= 0]]
 
-    records = _recorded_waits(trace)
+    records = _find_recorded_waits(trace)
     if records.height:
-        index = np.searchsorted(records["after"].to_numpy(), gaps.after[at])
+        index = np.searchsorted(records["after"].to_numpy(), gaps.after[waited_gaps])
         index = np.minimum(index, records.height - 1)
-        matched = records["after"].to_numpy()[index] == gaps.after[at]
-        wait[at[matched]] = records["wait"].to_numpy()[index[matched]]
-        matched &= records["producer_end"].to_numpy()[index] <= gaps.high[at] + _CLOCK_NS
-        producer[at[matched]] = records["producer"].to_numpy()[index[matched]]
+        matched = records["after"].to_numpy()[index] == gaps.after[waited_gaps]
+        wait[waited_gaps[matched]] = records["wait"].to_numpy()[index[matched]]
+        matched &= records["producer_end"].to_numpy()[index] <= gaps.high[waited_gaps] + _CLOCK_TOLERANCE_NS
+        producer[waited_gaps[matched]] = records["producer"].to_numpy()[index[matched]]
     return producer, wait
 
 
-def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFrame:
+def _build_gap_rows(trace: Trace, all_gaps: IdleGaps, frames: list[pl.DataFrame]) -> pl.DataFrame:
     """The parts with names for numbers, by device and start; `frames` is emptied."""
     parts = pl.concat(frames).sort("gap", "start_ns", "cause")
     frames.clear()
     gap = parts["gap"].to_numpy()
-    activity = _null_if_negative(parts["activity"].to_numpy())
+    activity = _replace_negative_with_null(parts["activity"].to_numpy())
     return pl.DataFrame(
         {
             "gap": gap,
-            "device": _null_if_negative(all_gaps.device[gap]),
+            "device": _replace_negative_with_null(all_gaps.device[gap]),
             "start_ns": parts["start_ns"],
             "duration_ns": parts["duration_ns"],
             "cause": pl.Series(list(CAUSES), dtype=CauseType)[parts["cause"]],
@@ -421,35 +442,35 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
             ),
             "before": all_gaps.before[gap],
             "after": all_gaps.after[gap],
-            "launch": _null_if_negative(all_gaps.launch[gap]),
-            "step": trace.steps["step"][_null_if_negative(parts["step_row"].to_numpy()).cast(pl.UInt32)],
+            "launch": _replace_negative_with_null(all_gaps.launch[gap]),
+            "step": trace.steps["step"][_replace_negative_with_null(parts["step_row"].to_numpy()).cast(pl.UInt32)],
             "host_activity": trace.events["name"][activity.cast(pl.UInt32)],
             "host_event": activity,
-            "producer": _null_if_negative(parts["producer"].to_numpy()),
-            "wait": _null_if_negative(parts["wait"].to_numpy()),
+            "producer": _replace_negative_with_null(parts["producer"].to_numpy()),
+            "wait": _replace_negative_with_null(parts["wait"].to_numpy()),
         }
     ).pipe(cast_to_schema, GAP_SCHEMA)
 
 
-def _null_if_negative(rows: Ints) -> pl.Series:
+def _replace_negative_with_null(rows: Ints) -> pl.Series:
     return pl.Series(rows).set(pl.Series(rows < 0), None)
 
 
-def _recorded_waits(trace: Trace) -> pl.DataFrame:
+def _find_recorded_waits(trace: Trace) -> pl.DataFrame:
     """Recorded waits: after (work that waited, ascending), wait (row of the record), producer, producer_end."""
-    waits = trace.syncs.filter(pl.col("kind") == RECORD)
+    waits = trace.syncs.filter(pl.col("kind") == STREAM_WAIT_RECORD)
     if not waits.height:
         return pl.DataFrame(schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64))
-    recorded = call_times(trace).select(record_correlation="correlation", recorded_ns="call_ns")
+    recorded = collect_call_times(trace).select(record_correlation="correlation", recorded_ns="call_ns")
     requests = (
-        locate_waits(trace, waits[["event", "stream", "awaited_stream", "record_correlation"]])
+        add_wait_times(trace, waits[["event", "stream", "awaited_stream", "record_correlation"]])
         .join(recorded, on="record_correlation", how="left")
         .with_columns(pl.coalesce("recorded_ns", "wait_ns").alias("recorded_ns"))
     )
-    work = gpu_work(trace)[["event", "device", "stream", "launch", "end_ns"]]
+    work = select_gpu_work(trace)[["event", "device", "stream", "launch", "end_ns"]]
     work = work.with_columns(trace.events["start_ns"].gather(work["launch"]).alias("asked_ns")).drop_nulls("asked_ns")
     after = work.select("device", "stream", "asked_ns", pl.col("event").alias("after")).sort("asked_ns")
-    made = work.select("device", pl.col("stream").alias("awaited_stream"), "asked_ns",
+    wait_requests = work.select("device", pl.col("stream").alias("awaited_stream"), "asked_ns",
                        pl.col("event").alias("producer"), producer_end="end_ns").sort("asked_ns")  # fmt: skip
     return (
         requests.sort("wait_ns")
@@ -463,7 +484,7 @@ def _recorded_waits(trace: Trace) -> pl.DataFrame:
         )
         .sort("recorded_ns")
         .join_asof(
-            made,
+            wait_requests,
             left_on="recorded_ns",
             right_on="asked_ns",
             by=["device", "awaited_stream"],
@@ -478,13 +499,13 @@ def _recorded_waits(trace: Trace) -> pl.DataFrame:
     )
 
 
-SCHEMA = schema(
+PARTS_SCHEMA = build_schema(
     "gap device step start_ns duration_ns cause cause_ns evidence before before_name after after_name",
     "launch launch_name host_event host_activity stack producer producer_name wait wait_name",
     {"cause": CauseType, "evidence": EvidenceType, "stack": pl.List(pl.String())},
 )
-_MOST_FRAMES = 64
-_NAMED = ("before", "after", "launch", "producer", "wait")
+_MAX_FRAMES = 64
+_EVENT_COLUMNS = ("before", "after", "launch", "producer", "wait")
 
 
 def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame:
@@ -503,53 +524,53 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         in, outermost first), producer (the GPU work that a dependency waited for), wait (the record of the wait or the
         call that asked for it). Null where there is none.
     """
-    return next(iter(longest_gaps_of([trace], [idle_time], count)))
+    return next(iter(find_longest_gaps([trace], [idle_time], count)))
 
 
-def longest_gaps_of(traces: Sequence[Trace], idle_times: Iterable[Idle], count: int) -> Iterable[pl.DataFrame]:
+def find_longest_gaps(traces: Sequence[Trace], idle_times: Iterable[Idle], count: int) -> Iterable[pl.DataFrame]:
     """The same of each of several traces."""
-    parts = stacked(idle_time.gaps for idle_time in idle_times)
-    keys = [TRACE, "gap"]
-    order, falling = [TRACE, "whole_ns", "gap"], [False, True, False]
-    whole = (
+    parts = concatenate_by_trace(idle_time.gaps for idle_time in idle_times)
+    keys = [TRACE_COLUMN, "gap"]
+    order, falling = [TRACE_COLUMN, "whole_ns", "gap"], [False, True, False]
+    gap_totals = (
         parts.group_by(keys)
         .agg(pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns"))
         .sort(order, descending=falling)
-        .group_by(TRACE, maintain_order=True)
+        .group_by(TRACE_COLUMN, maintain_order=True)
         .head(count)
     )
     rows = (
-        parts.join(whole, on=keys, how="inner")
+        parts.join(gap_totals, on=keys, how="inner")
         .with_columns(pl.col("duration_ns").sum().over(*keys, "cause").alias("cause_ns"))
         .sort("cause_ns", "duration_ns", "start_ns", descending=[True, True, False])
         .unique(keys, keep="first", maintain_order=True)
         .sort(order, descending=falling)
     )
     described = rows.select(
-        TRACE,
+        TRACE_COLUMN,
         "gap",
         "device",
         "step",
         pl.col("from_ns").alias("start_ns"),
         pl.col("whole_ns").alias("duration_ns"),
         *("cause", "cause_ns", "evidence", "host_event", "host_activity"),
-        *_NAMED,
-        *(of_events(traces, rows, name, "name").alias(f"{name}_name") for name in _NAMED),
+        *_EVENT_COLUMNS,
+        *(gather_event_column(traces, rows, name, "name").alias(f"{name}_name") for name in _EVENT_COLUMNS),
     )  # fmt: skip
-    for trace, gaps in zip(traces, unstacked(described, traces), strict=True):
-        stacks = [_stack(trace, event) for event in gaps["host_event"].to_list()]
+    for trace, gaps in zip(traces, split_by_trace(described, traces), strict=True):
+        stacks = [_list_enclosing_events(trace, event) for event in gaps["host_event"].to_list()]
         stack = pl.Series("stack", stacks, dtype=pl.List(pl.String))
-        yield gaps.hstack([stack]).pipe(cast_to_schema, SCHEMA)
+        yield gaps.hstack([stack]).pipe(cast_to_schema, PARTS_SCHEMA)
 
 
-def _stack(trace: Trace, event: int | None) -> list[str] | None:
+def _list_enclosing_events(trace: Trace, event: int | None) -> list[str] | None:
     """Names of the events around an event, outermost first; the event itself is not among them."""
     if event is None:
         return None
     parent, name = trace.events["parent"], trace.events["name"]
     rows: list[int] = []
-    above = parent[event]
-    while above is not None and len(rows) < _MOST_FRAMES:
-        rows.append(above)
-        above = parent[above]
+    ancestor = parent[event]
+    while ancestor is not None and len(rows) < _MAX_FRAMES:
+        rows.append(ancestor)
+        ancestor = parent[ancestor]
     return [name[row] for row in reversed(rows)]

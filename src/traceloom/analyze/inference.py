@@ -12,19 +12,25 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gpu_work import as_plain_array, submissions
-from traceloom.analyze.graph_launches import GRAPH_CALLS, MAPPED, graph_launches, mapped_nodes, of_rank
-from traceloom.analyze.intervals import union
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.gpu_work import collect_launched_work, convert_to_ndarray
+from traceloom.analyze.graph_launches import (
+    GRAPH_CALLS,
+    MAPPED_NODES_SCHEMA,
+    graph_launches,
+    map_nodes,
+    select_rank_trace,
+)
+from traceloom.analyze.intervals import merge_intervals
+from traceloom.analyze.names import build_vocabulary
 from traceloom.errors import UsageError
 from traceloom.trace.arrays import gather_rows
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import ANNOTATION, GPU_ANNOTATION
 
 KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
-FACTS = (
+FIELD_NAMES = (
     "requests",
     "context_requests",
     "context_tokens",
@@ -33,7 +39,7 @@ FACTS = (
     "generation_tokens",
     "generation_kv_tokens",
 )
-ANNOTATIONS = schema("event name framework kind start_ns end_ns on_gpu", *FACTS, {"kind": pl.Enum(KINDS)})
+ANNOTATIONS = build_schema("event name framework kind start_ns end_ns on_gpu", *FIELD_NAMES, {"kind": pl.Enum(KINDS)})
 
 # Names of vLLM (`execute_context_2(300)_generation_5(5)`, with and without the detailed sums, and the older
 # `execute_new_1_cached_3`), SGLang (`step[DECODE bs=32]`, with and without sums) and ATOM (`prefill[bs=2 tok=8192]`).
@@ -42,8 +48,8 @@ _VLLM = re.compile(r"^execute(?:_\d+)?_context_(\d{1,15})\(([^()]*)\)_generation
 _VLLM_OLD = re.compile(r"^execute_new_(\d{1,15})_cached_(\d{1,15})$", re.ASCII)
 _SGLANG = re.compile(r"^step\[(\w+)((?: \w+=\d{1,15})*)\]$", re.ASCII)
 _ATOM = re.compile(r"^(prefill|decode|mixed)\[((?:\w+=\d{1,15}(?: |(?=\])))*)\]$", re.ASCII)
-_SUMS = re.compile(r"^(?:(\d{1,15})$|sq(\d{1,15})sk(\d{1,15})(?!\d))", re.ASCII)
-_ANY = (  # ASCII ranges: \w and \d of all scripts cost three times as much
+_TOKEN_COUNTS = re.compile(r"^(?:(\d{1,15})$|sq(\d{1,15})sk(\d{1,15})(?!\d))", re.ASCII)
+_STEP_ANNOTATION = (  # ASCII ranges: \w and \d of all scripts cost three times as much
     r"^execute(_[0-9]+)?_(context|new)_[0-9]|^step\[[0-9A-Za-z_]+[ \]]"
     r"|^(prefill|decode|mixed)\[([0-9A-Za-z_]+=[0-9]+ ?)*\]$"
 )
@@ -55,29 +61,29 @@ _SGLANG_KINDS = {
     **dict.fromkeys(("DRAFT_EXTEND", "DRAFT_EXTEND_V2", "DRAFT"), "draft"),
     "IDLE": "idle",
 }
-_SGLANG_SUMS = {
+_SGLANG_FIELDS = {
     "c_sq": "context_tokens",
     "c_sk": "context_kv_tokens",
     "g_sq": "generation_tokens",
     "g_sk": "generation_kv_tokens",
 }
-Facts = dict[str, Any]
+AnnotationFields = dict[str, Any]
 
-STEPS = schema(
+STEPS = build_schema(
     "rank number framework kind event name start_ns duration_ns",
-    *FACTS,
+    *FIELD_NAMES,
     "gpu_ns gpu_span_ns work_count graph_work_count lag_ns between_ns",
     {"number": pl.UInt32, "kind": pl.Enum(KINDS)},
 )
-MIX = schema(
+MIX = build_schema(
     "rank kind step_count mean_duration_ns min_duration_ns max_duration_ns mean_gpu_ns min_gpu_ns max_gpu_ns",
     "total_gpu_ns gpu_fraction mean_requests context_tokens generation_tokens",
     "between_median_ns between_p95_ns between_max_ns",
     {"kind": pl.Enum(KINDS), "mean_duration_ns": pl.Int64, "mean_gpu_ns": pl.Int64},  # rounded down
 )
-RATES = schema("rank what count window_ns per_second evidence", {"evidence": pl.Enum(["annotation", "declared"])})
-NODES = schema("rank", MAPPED)
-OPERATORS = schema("rank op_name module kernel_count gpu_ns")
+RATES = build_schema("rank what count window_ns per_second evidence", {"evidence": pl.Enum(["annotation", "declared"])})
+NODES = build_schema("rank", MAPPED_NODES_SCHEMA)
+OPERATORS = build_schema("rank op_name module kernel_count gpu_ns")
 
 
 @dataclass(frozen=True)
@@ -135,12 +141,14 @@ def inference(
     traces = session.traces if isinstance(session, Session) else (session,)
     parts = []
     for trace in traces:
-        steps = _steps(trace)
-        captured = of_rank(capture, trace)
+        steps = _build_steps(trace)
+        captured = select_rank_trace(capture, trace)
         if not steps.height and captured is None and tokens_per_step is None and samples_per_step is None:
             parts.append([columns.to_frame() for columns in (STEPS, MIX, RATES, NODES, OPERATORS)])
             continue
-        nodes = pl.DataFrame(schema=MAPPED) if captured is None else mapped_nodes(graph_launches(trace), captured)
+        nodes = (
+            pl.DataFrame(schema=MAPPED_NODES_SCHEMA) if captured is None else map_nodes(graph_launches(trace), captured)
+        )
         operators = (
             nodes.group_by("op_name", "module")
             .agg(pl.col("replay_count").sum().alias("kernel_count"), pl.col("total_ns").sum().alias("gpu_ns"))
@@ -160,41 +168,41 @@ def inference(
             marked = trace.steps.filter("complete")
             count = marked.height
             low, high = (int(marked["start_ns"][0]), int(marked["end_ns"][-1])) if count else (0, 0)
-        for quantity, each in {"tokens": tokens_per_step, "samples": samples_per_step}.items():
-            if each is not None and high > low:
-                rows.append((quantity, each * count, high - low, "declared"))
+        for quantity, per_step in {"tokens": tokens_per_step, "samples": samples_per_step}.items():
+            if per_step is not None and high > low:
+                rows.append((quantity, per_step * count, high - low, "declared"))
         schema = {"what": pl.String(), "count": pl.Int64(), "window_ns": pl.Int64(), "evidence": pl.String()}
         per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
         rates = pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
-        frames = ((steps, STEPS), (_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
+        frames = ((steps, STEPS), (_summarize_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
         parts.append([frame.with_columns(rank).pipe(cast_to_schema, columns) for frame, columns in frames])
     steps, mix, rates, nodes, operators = (pl.concat(frames) for frames in zip(*parts, strict=True))
-    whole = int(nodes["total_ns"].sum())
+    total_ns = int(nodes["total_ns"].sum())
     done = int(nodes.filter(pl.col("op").is_not_null())["total_ns"].sum())
-    return Inference(steps, mix, rates, nodes, operators, done / whole if whole else None)
+    return Inference(steps, mix, rates, nodes, operators, done / total_ns if total_ns else None)
 
 
-def _steps(trace: Trace) -> pl.DataFrame:
+def _build_steps(trace: Trace) -> pl.DataFrame:
     """The steps with their GPU work."""
-    annotated = _annotations(trace)
+    annotated = _find_annotations(trace)
     if not annotated.height:
         return STEPS.to_frame()
-    made = submissions(trace)
+    submitted = collect_launched_work(trace)
     on_gpu = bool(annotated["on_gpu"].any())
     # work belongs to the step that launched it; where only the GPU's annotations are known, to that in which it starts
-    assigned_ns = made.start if on_gpu else np.where(made.known, made.call_start, np.iinfo(np.int64).min)
+    assigned_ns = submitted.start if on_gpu else np.where(submitted.known, submitted.call_start, np.iinfo(np.int64).min)
     start, end = annotated["start_ns"].to_numpy(), annotated["end_ns"].to_numpy()
     step = np.searchsorted(start, assigned_ns, side="right") - 1
     in_step = np.flatnonzero((step >= 0) & (assigned_ns < np.append(end, 0)[step]))
-    graph_calls, code = vocabulary(trace).matching(GRAPH_CALLS), as_plain_array(vocabulary(trace).code)
-    in_graph = made.known[in_step] & graph_calls[code[np.maximum(made.launch[in_step], 0)]]
+    graph_calls, code = build_vocabulary(trace).matching(GRAPH_CALLS), convert_to_ndarray(build_vocabulary(trace).code)
+    in_graph = submitted.known[in_step] & graph_calls[code[np.maximum(submitted.launch[in_step], 0)]]
     work = pl.DataFrame(
-        {"step": step[in_step], "start": made.start[in_step], "end": made.end[in_step], "graph": in_graph}
+        {"step": step[in_step], "start": submitted.start[in_step], "end": submitted.end[in_step], "graph": in_graph}
     )
     busy = [0] * annotated.height  # time in which at least one piece of work of each step runs, on any stream
     for part in work.partition_by("step"):
-        busy[part["step"][0]] = union(part["start"].to_numpy(), part["end"].to_numpy()).total
+        busy[part["step"][0]] = merge_intervals(part["start"].to_numpy(), part["end"].to_numpy()).total
     added = work.group_by("step").agg(
         pl.col("start").min(),
         pl.col("end").max(),
@@ -223,8 +231,8 @@ def _steps(trace: Trace) -> pl.DataFrame:
     return rows.with_columns(between.alias("between_ns"), lag.alias("lag_ns"))
 
 
-def _mix(steps: pl.DataFrame) -> pl.DataFrame:
-    whole = max(int(steps["gpu_ns"].sum()), 1)
+def _summarize_mix(steps: pl.DataFrame) -> pl.DataFrame:
+    total_ns = max(int(steps["gpu_ns"].sum()), 1)
     between = pl.col("between_ns")
     return (
         steps.group_by("kind")
@@ -240,7 +248,7 @@ def _mix(steps: pl.DataFrame) -> pl.DataFrame:
                 )
             ),
             pl.col("gpu_ns").sum().alias("total_gpu_ns"),
-            (pl.col("gpu_ns").sum() / whole).alias("gpu_fraction"),
+            (pl.col("gpu_ns").sum() / total_ns).alias("gpu_fraction"),
             pl.col("requests").mean().alias("mean_requests"),
             *(
                 pl.when(pl.col(name).null_count() == 0).then(pl.col(name).sum()).alias(name)
@@ -254,28 +262,28 @@ def _mix(steps: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _annotations(trace: Trace) -> pl.DataFrame:
+def _find_annotations(trace: Trace) -> pl.DataFrame:
     """The annotations of server steps, by start: `ANNOTATIONS`; none within another of its thread.
 
     The facts of an annotation within another are added to the outer one: some servers write two for one step. Where the
     host recorded none, those of the GPU are taken; one that stands on several streams is one step.
     """
-    words = vocabulary(trace)
-    is_step = words.matching(_ANY)
+    vocabulary = build_vocabulary(trace)
+    is_step = vocabulary.matching(_STEP_ANNOTATION)
     if not is_step.any():
         return pl.DataFrame(schema=ANNOTATIONS)
     columns = trace.events[["event", "name", "category", "lane", "start_ns", "duration_ns"]]
     events = (
-        columns[np.flatnonzero(gather_rows(is_step, words.code))]
+        columns[np.flatnonzero(gather_rows(is_step, vocabulary.code))]
         .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]))
         .with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0))
         .drop("duration_ns")
     )
     on_host = events.filter(pl.col("category") == ANNOTATION)
     candidates = on_host if on_host.height else events.with_columns(pl.lit(0, dtype=pl.UInt32).alias("lane"))
-    facts_of = {name: facts for name in candidates["name"].unique() if (facts := _facts(name)) is not None}
+    facts_of = {name: facts for name in candidates["name"].unique() if (facts := _parse_annotation(name)) is not None}
     candidates = candidates.filter(pl.col("name").is_in(list(facts_of)))
-    rows: list[Facts] = []
+    rows: list[AnnotationFields] = []
     lane = -1
     for row in candidates.sort("lane", "start_ns", maintain_order=True).to_dicts():  # as many as there are steps
         facts = facts_of[row["name"]]
@@ -288,14 +296,14 @@ def _annotations(trace: Trace) -> pl.DataFrame:
             outer["end_ns"] = max(outer["end_ns"], row["end_ns"])
         if facts["framework"] == "sglang":
             outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
-        outer |= {name: facts[name] for name in FACTS if outer[name] is None}
+        outer |= {name: facts[name] for name in FIELD_NAMES if outer[name] is None}
     frame = pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS)) if rows else pl.DataFrame(schema=ANNOTATIONS)
     return frame.pipe(cast_to_schema, ANNOTATIONS).sort("start_ns", maintain_order=True)
 
 
-def _facts(name: str) -> Facts | None:
+def _parse_annotation(name: str) -> AnnotationFields | None:
     """Framework, kind and facts in a name; None for other names."""
-    facts: Facts = dict.fromkeys(FACTS)
+    facts: AnnotationFields = dict.fromkeys(FIELD_NAMES)
     sglang = _SGLANG.match(name)
     if batch := sglang or _ATOM.match(name):
         fields = {key: int(value) for key, value in (part.split("=") for part in batch[2].split())}
@@ -313,11 +321,11 @@ def _facts(name: str) -> Facts | None:
             facts["generation_tokens"] = size if tokens is None else tokens
         elif kind == "mixed" and sglang:
             facts |= {"context_requests": fields.get("c"), "generation_requests": fields.get("g")}
-        return facts | {_SGLANG_SUMS[key]: value for key, value in fields.items() if sglang and key in _SGLANG_SUMS}
+        return facts | {_SGLANG_FIELDS[key]: value for key, value in fields.items() if sglang and key in _SGLANG_FIELDS}
     if match := _VLLM.match(name):
         context, generation = int(match[1]), int(match[3])
-        facts["context_tokens"], facts["context_kv_tokens"] = _sums(match[2])
-        facts["generation_tokens"], facts["generation_kv_tokens"] = _sums(match[4])
+        facts["context_tokens"], facts["context_kv_tokens"] = _parse_token_counts(match[2])
+        facts["generation_tokens"], facts["generation_kv_tokens"] = _parse_token_counts(match[4])
     elif match := _VLLM_OLD.match(name):
         context, generation = int(match[1]), int(match[2])
     else:
@@ -327,9 +335,9 @@ def _facts(name: str) -> Facts | None:
     return {**facts, **numbers, "framework": "vllm", "kind": kind}
 
 
-def _sums(text: str) -> tuple[int | None, int | None]:
+def _parse_token_counts(text: str) -> tuple[int | None, int | None]:
     """Tokens that are computed, and tokens that these attend to."""
-    match = _SUMS.match(text)
+    match = _TOKEN_COUNTS.match(text)
     if match is None:
         return None, None
     return (int(match[1]), None) if match[1] else (int(match[2]), int(match[3]))

@@ -46,104 +46,104 @@ class Overlaps(NamedTuple):
     end: Ints
 
 
-EMPTY = Spans(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+EMPTY_SPANS = Spans(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
-def union(start: Ints, end: Ints) -> Spans:
+def merge_intervals(start: Ints, end: Ints) -> Spans:
     """All time that lies in at least one interval; intervals without length (`end <= start`) hold no time."""
-    keep = end > start
-    if not keep.all():
-        start, end = start[keep], end[keep]
+    nonempty = end > start
+    if not nonempty.all():
+        start, end = start[nonempty], end[nonempty]
     if not start.size:
-        return EMPTY
+        return EMPTY_SPANS
     if (start[1:] < start[:-1]).any():
         order = np.argsort(start, kind="stable")
         start, end = start[order], end[order]
-    reach = np.maximum.accumulate(end)
-    opens = np.concatenate(([True], start[1:] > reach[:-1]))
-    return Spans(start[opens], reach[np.concatenate((opens[1:], [True]))])
+    latest_end = np.maximum.accumulate(end)
+    starts_span = np.concatenate(([True], start[1:] > latest_end[:-1]))
+    return Spans(start[starts_span], latest_end[np.concatenate((starts_span[1:], [True]))])
 
 
-def merge(*sets: Spans) -> Spans:
+def merge_spans(*sets: Spans) -> Spans:
     """The union of sets."""
-    return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
+    return merge_intervals(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
 
 
-def overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
+def find_overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
     """Where any intervals (in any order, they may overlap each other) share time with a set.
 
     The result has at most one row per interval and per span that begins or ends inside it.
     """
-    first = np.searchsorted(spans.end, start, side="right")
-    count = np.maximum(np.searchsorted(spans.start, end, side="left") - first, 0)
+    first_span = np.searchsorted(spans.end, start, side="right")
+    count = np.maximum(np.searchsorted(spans.start, end, side="left") - first_span, 0)
     count[end <= start] = 0
     left = np.repeat(np.arange(start.size, like=start), count)
-    within = np.arange(left.size, like=left) - np.repeat(np.cumsum(count) - count, count)
-    right = first[left] + within
+    offset = np.arange(left.size, like=left) - np.repeat(np.cumsum(count) - count, count)
+    right = first_span[left] + offset
     low = np.maximum(start[left], gather_rows(spans.start, right))
     high = np.minimum(end[left], gather_rows(spans.end, right))
     return Overlaps(left, right, low, high)
 
 
-def intersection(left: Spans, right: Spans) -> Spans:
+def intersect_spans(left: Spans, right: Spans) -> Spans:
     """The time in both sets."""
-    shared = overlaps(left.start, left.end, right)
+    shared = find_overlaps(left.start, left.end, right)
     return Spans(shared.start, shared.end)
 
 
-def complement(spans: Spans, low: int, high: int) -> Spans:
+def invert_spans(spans: Spans, low: int, high: int) -> Spans:
     """The time of [low, high) that is not in the set."""
-    inside = clip(spans, low, high)
-    edges_start = np.concatenate(([low], inside.end)).astype(np.int64)
-    edges_end = np.concatenate((inside.start, [high])).astype(np.int64)
-    keep = edges_end > edges_start
-    return Spans(edges_start[keep], edges_end[keep])
+    clipped = clip_spans(spans, low, high)
+    edges_start = np.concatenate(([low], clipped.end)).astype(np.int64)
+    edges_end = np.concatenate((clipped.start, [high])).astype(np.int64)
+    nonempty = edges_end > edges_start
+    return Spans(edges_start[nonempty], edges_end[nonempty])
 
 
-def difference(left: Spans, right: Spans) -> Spans:
+def subtract_spans(left: Spans, right: Spans) -> Spans:
     """The time of `left` that is not in `right`."""
     if not left.start.size:
-        return EMPTY
-    return intersection(left, complement(right, int(left.start[0]), int(left.end[-1])))
+        return EMPTY_SPANS
+    return intersect_spans(left, invert_spans(right, int(left.start[0]), int(left.end[-1])))
 
 
-def clip(spans: Spans, low: int, high: int) -> Spans:
+def clip_spans(spans: Spans, low: int, high: int) -> Spans:
     """The part of the set in [low, high)."""
     start, end = np.maximum(spans.start, low), np.minimum(spans.end, high)
-    keep = end > start
-    return Spans(start[keep], end[keep])
+    nonempty = end > start
+    return Spans(start[nonempty], end[nonempty])
 
 
-def coverage(spans: Spans, low: Ints, high: Ints) -> Ints:
+def compute_coverage(spans: Spans, low: Ints, high: Ints) -> Ints:
     """Nanoseconds of the set in each [low, high); 0 where `high <= low`. Shape of `low`."""
-    covered: Ints = np.maximum(_covered_before(spans, high) - _covered_before(spans, low), 0)
+    covered: Ints = np.maximum(_compute_covered_before(spans, high) - _compute_covered_before(spans, low), 0)
     return covered
 
 
-def _covered_before(spans: Spans, time: Ints) -> Ints:
+def _compute_covered_before(spans: Spans, time: Ints) -> Ints:
     if not spans.start.size:
         return np.zeros(np.shape(time), dtype=np.int64)
     sums = np.concatenate(([0], np.cumsum(spans.end - spans.start)))
-    begun = np.searchsorted(spans.start, time, side="right")
-    excess = np.maximum(spans.end[begun - 1] - time, 0)
-    covered: Ints = sums[begun] - np.where(begun > 0, excess, 0)
+    count_started = np.searchsorted(spans.start, time, side="right")
+    excess = np.maximum(spans.end[count_started - 1] - time, 0)
+    covered: Ints = sums[count_started] - np.where(count_started > 0, excess, 0)
     return covered
 
 
-def summed_coverage(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
+def sum_clipped_durations(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints:
     """Nanoseconds of each [low, high) counted once *per interval*: the sum of all clipped durations, not their union.
 
     Intervals may overlap; those with `end <= start` count as 0.
     """
     end = np.maximum(end, start)
-    return _summed_before(start, end, high) - _summed_before(start, end, low)
+    return _sum_durations_before(start, end, high) - _sum_durations_before(start, end, low)
 
 
-def _summed_before(start: Ints, end: Ints, time: Ints) -> Ints:
+def _sum_durations_before(start: Ints, end: Ints, time: Ints) -> Ints:
     # sum of min(end, t) - min(start, t); int64 wraps around modulo 2^64, and the difference comes out right again
     result = np.zeros(np.shape(time), dtype=np.int64)
     for values, sign in ((np.sort(start), 1), (np.sort(end), -1)):
         sums = np.concatenate(([0], np.cumsum(values)))
-        passed = np.searchsorted(values, time, side="right")
-        result += sign * (passed * time - sums[passed])
+        count_before = np.searchsorted(values, time, side="right")
+        result += sign * (count_before * time - sums[count_before])
     return result

@@ -9,29 +9,35 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gpu_time import SHARES, shares
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kernel_rules import STATES, KindOfWork, StateType, matrix_units, stepped_work
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.roofline import Given, modelled
-from traceloom.analyze.steps import per_step, tiles, whole_steps
-from traceloom.formats.arguments import read_all_arguments, readable
+from traceloom.analyze.gpu_time import SHARES, compute_shares
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.kernel_rules import (
+    MATRIX_UNIT_STATES,
+    MatrixUnitStateType,
+    WorkKindType,
+    classify_matrix_units,
+    select_gpu_work_with_steps,
+)
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.roofline import PeakSpec, select_modelled_work
+from traceloom.analyze.steps import build_tiles, select_whole_steps, summarize_per_step
+from traceloom.formats.arguments import can_reread_events, read_all_arguments
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.trace.arrays import column
-from traceloom.trace.batch import TRACE, of_each, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import get_event_column
+from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, run_in_batches, split_by_trace
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-DEVICE_SCHEMA = schema(
+DEVICE_SCHEMA = build_schema(
     "device window_ns kernel_count kernel_ns measured_ns estimated_ns sm_efficiency sm_fill occupancy",
 )
-STEP_SCHEMA = schema("device step duration_ns sm_efficiency")
-KERNEL_SCHEMA = schema(
+STEP_SCHEMA = build_schema("device step duration_ns sm_efficiency")
+KERNEL_SCHEMA = build_schema(
     "name kind matrix_units count total_ns blocks_per_sm sm_fill occupancy",
-    {"kind": KindOfWork, "matrix_units": StateType},
+    {"kind": WorkKindType, "matrix_units": MatrixUnitStateType},
 )
-MATRIX_SCHEMA = schema("matrix_units count total_ns", {"matrix_units": StateType})
+MATRIX_SCHEMA = build_schema("matrix_units count total_ns", {"matrix_units": MatrixUnitStateType})
 
 
 @dataclass(frozen=True)
@@ -63,46 +69,50 @@ class KernelEfficiency(Result):
 
 def kernel_efficiency(trace: Trace) -> KernelEfficiency:
     """Measure how kernels fill the GPU."""
-    return _of_each(trace)
+    return _measure_efficiency(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
-    work = stepped_work(traces).with_columns(told=stacked(map(kinds, traces))["kind"])
-    runs = work.filter(pl.col("kind") == "kernel")
-    filled = stacked(trace.kernels for trace in traces)
-    runs = runs.join(filled, on=[TRACE, "event"], how="left", maintain_order="left").with_columns(
-        pl.when(~_FAILED).then(pl.col("occupancy_percent") / 100).alias("occupancy")
+@run_in_batches
+def _measure_efficiency(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
+    work = select_gpu_work_with_steps(traces).with_columns(
+        told=concatenate_by_trace(map(classify_kinds, traces))["kind"]
     )
-    table = runs.group_by(TRACE, "name", kind="told").agg(
+    runs = work.filter(pl.col("kind") == "kernel")
+    filled = concatenate_by_trace(trace.kernels for trace in traces)
+    runs = runs.join(filled, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left").with_columns(
+        pl.when(~_OCCUPANCY_FAILED).then(pl.col("occupancy_percent") / 100).alias("occupancy")
+    )
+    table = runs.group_by(TRACE_COLUMN, "name", kind="told").agg(
         pl.len().alias("count"),
         pl.col("ns").sum().alias("total_ns"),
-        _mean(pl.col("blocks_per_sm"), "blocks_per_sm"),
-        _mean(_FILL, "sm_fill"),
-        _mean(pl.col("occupancy"), "occupancy"),
+        _compute_weighted_mean(pl.col("blocks_per_sm"), "blocks_per_sm"),
+        _compute_weighted_mean(_SM_FILL, "sm_fill"),
+        _compute_weighted_mean(pl.col("occupancy"), "occupancy"),
     )
     names = table[["name", "kind"]].unique()
-    table = table.join(names.hstack([matrix_units(names)]), on=["name", "kind"], how="left").sort(
-        TRACE, "total_ns", "name", "kind", descending=[False, True, False, False]
+    table = table.join(names.hstack([classify_matrix_units(names)]), on=["name", "kind"], how="left").sort(
+        TRACE_COLUMN, "total_ns", "name", "kind", descending=[False, True, False, False]
     )
-    devices, steps = _devices(traces, work, runs)
-    for of_runs, kernels, of_devices, of_steps in zip(
-        unstacked(runs, traces),
-        unstacked(table, traces, KERNEL_SCHEMA),
-        unstacked(devices, traces, DEVICE_SCHEMA),
-        unstacked(steps, traces),
+    devices, steps = _summarize_devices(traces, work, runs)
+    for run_table, kernels, device_table, step_table in zip(
+        split_by_trace(runs, traces),
+        split_by_trace(table, traces, KERNEL_SCHEMA),
+        split_by_trace(devices, traces, DEVICE_SCHEMA),
+        split_by_trace(steps, traces),
         strict=True,
     ):
-        absent = of_runs.height and of_runs["blocks_per_sm"].null_count() == of_runs.height
+        absent = run_table.height and run_table["blocks_per_sm"].null_count() == run_table.height
         state = kernels["matrix_units"].to_physical().to_numpy()
-        added = np.zeros((len(STATES), 2), dtype=np.int64)
+        added = np.zeros((len(MATRIX_UNIT_STATES), 2), dtype=np.int64)
         np.add.at(added, state, kernels[["count", "total_ns"]].to_numpy())
-        matrix = pl.DataFrame({"matrix_units": STATES, "count": added[:, 0], "total_ns": added[:, 1]}, MATRIX_SCHEMA)
-        sums = dict(zip(STATES, added[:, 1].tolist(), strict=True))
+        matrix = pl.DataFrame(
+            {"matrix_units": MATRIX_UNIT_STATES, "count": added[:, 0], "total_ns": added[:, 1]}, MATRIX_SCHEMA
+        )
+        sums = dict(zip(MATRIX_UNIT_STATES, added[:, 1].tolist(), strict=True))
         decided_ns = sums["used"] + sums["unused"]
         yield KernelEfficiency(
-            of_devices,
-            of_steps,
+            device_table,
+            step_table,
             kernels,
             matrix,
             sums["used"] / decided_ns if decided_ns else None,
@@ -110,21 +120,23 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
         )
 
 
-def _mean(value: pl.Expr, name: str) -> pl.Expr:
+def _compute_weighted_mean(value: pl.Expr, name: str) -> pl.Expr:
     """A mean weighted by time, over what is known."""
     weight = pl.col("ns").filter(value.is_not_null())
     return ((value * pl.col("ns")).sum() / weight.sum()).fill_nan(None).alias(name)
 
 
-_FILL = pl.col("blocks_per_sm").clip(0, 1)
+_SM_FILL = pl.col("blocks_per_sm").clip(0, 1)
 # A warp on every SM is 1 to 2 % of what an SM can hold: an estimate of 0 % then is one that failed (it does for kernels
 # that ask for more shared memory than a block has by default).
-_FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
+_OCCUPANCY_FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
 
 
-def _devices(traces: Sequence[Trace], work: pl.DataFrame, runs: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _summarize_devices(
+    traces: Sequence[Trace], work: pl.DataFrame, runs: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     has_blocks = pl.col("blocks_per_sm").is_not_null()
-    keys = [TRACE, "device"]
+    keys = [TRACE_COLUMN, "device"]
     windows = work.group_by(keys).agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     devices = (
         windows.join(
@@ -133,8 +145,8 @@ def _devices(traces: Sequence[Trace], work: pl.DataFrame, runs: pl.DataFrame) ->
                 pl.col("ns").sum().alias("kernel_ns"),
                 pl.col("ns").filter(has_blocks).sum().alias("measured_ns"),
                 pl.col("ns").filter(pl.col("occupancy").is_not_null()).sum().alias("estimated_ns"),
-                _mean(_FILL, "sm_fill"),
-                _mean(pl.col("occupancy"), "occupancy"),
+                _compute_weighted_mean(_SM_FILL, "sm_fill"),
+                _compute_weighted_mean(pl.col("occupancy"), "occupancy"),
             ),
             on=keys,
             how="left",
@@ -150,30 +162,30 @@ def _devices(traces: Sequence[Trace], work: pl.DataFrame, runs: pl.DataFrame) ->
     efficiency: list[float | None] = []
     steps = []
     for row in devices.rows(named=True):
-        device_runs = filled.get((row[TRACE], row["device"]))
+        device_runs = filled.get((row[TRACE_COLUMN], row["device"]))
         if device_runs is None:
             efficiency.append(None)
             continue
-        trace = traces[row[TRACE]]
-        plan = tiles(trace)
-        inside = plan.row >= 0
-        low, high = plan.spans.start[inside], plan.spans.end[inside]
-        tile_steps = trace.steps[["step", "complete"]][plan.row[inside]].with_columns(length=pl.Series(high - low))
-        filled_ns = _filled(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
+        trace = traces[row[TRACE_COLUMN]]
+        plan = build_tiles(trace)
+        in_step = plan.row >= 0
+        low, high = plan.spans.start[in_step], plan.spans.end[in_step]
+        tile_steps = trace.steps[["step", "complete"]][plan.row[in_step]].with_columns(length=pl.Series(high - low))
+        filled_ns = _compute_sm_time(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
         efficiency.append(float(filled_ns[-1] / row["window_ns"]) if row["window_ns"] else None)
         per_step = (filled_ns[:-1] / np.maximum(high - low, 1)).tolist()
         steps += [
-            (row[TRACE], row["device"], step, length, filled_part)
-            for (step, whole, length), filled_part in zip(tile_steps.rows(), per_step, strict=True)
-            if whole
+            (row[TRACE_COLUMN], row["device"], step, length, filled_part)
+            for (step, complete, length), filled_part in zip(tile_steps.rows(), per_step, strict=True)
+            if complete
         ]
     return (
         devices.hstack([pl.Series("sm_efficiency", efficiency, dtype=pl.Float64)]),
-        pl.DataFrame(steps, schema={TRACE: pl.UInt32(), **STEP_SCHEMA}, orient="row"),
+        pl.DataFrame(steps, schema={TRACE_COLUMN: pl.UInt32(), **STEP_SCHEMA}, orient="row"),
     )
 
 
-def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
+def _compute_sm_time(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
     """SM time with a block in each [low, high), in ns of the whole device: the area below blocks per SM, up to 1."""
     start, end = runs["start_ns"].to_numpy(), runs["end_ns"].to_numpy()
     blocks = runs["blocks_per_sm"].to_numpy()
@@ -186,11 +198,11 @@ def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
     level *= np.clip(np.cumsum(change[order]), 0, 1)
     area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(time))])
 
-    def until(at: Ints) -> Floats:
-        index = np.searchsorted(time, at, side="right") - 1
-        inside = np.maximum(index, 0)
-        beyond = np.where(index >= 0, level[inside] * (at - time[inside]), 0.0)
-        return np.where(index >= 0, area[inside] + beyond, 0.0)
+    def until(instants: Ints) -> Floats:
+        index = np.searchsorted(time, instants, side="right") - 1
+        clipped = np.maximum(index, 0)
+        beyond = np.where(index >= 0, level[clipped] * (instants - time[clipped]), 0.0)
+        return np.where(index >= 0, area[clipped] + beyond, 0.0)
 
     return until(high) - until(low)
 
@@ -198,17 +210,17 @@ def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
 BOUNDS = ("compute", "memory", "latency", "unknown")
 BoundType = pl.Enum(BOUNDS)
 
-SHORT_NS = 10_000
+MAX_SHORT_NS = 10_000
 """Work shorter than this can be bound by latency: starting and ending a kernel takes some microseconds by itself."""
 
-FAR = 0.25
+SHORT_LATENCY_SHARE = 0.25
 """... where it would need less than this share of its time at the nearer of the two ceilings."""
 
-VERY_FAR = 0.05
+LATENCY_SHARE = 0.05
 """Work of any length that would need less than this is bound by neither: too little runs at once, or in turn."""
 
-BOUND_SCHEMA = schema("device bound count sum_ns exclusive_ns fraction", {"bound": BoundType})
-KIND_SCHEMA = schema("kind bound count sum_ns roofline_ns", {"kind": KindOfWork, "bound": BoundType})
+BOUND_SCHEMA = build_schema("device bound count sum_ns exclusive_ns fraction", {"bound": BoundType})
+KIND_SCHEMA = build_schema("kind bound count sum_ns roofline_ns", {"kind": WorkKindType, "bound": BoundType})
 
 
 @dataclass(frozen=True)
@@ -231,7 +243,7 @@ class KernelBounds(Result):
     known_fraction: float | None
 
 
-def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> KernelBounds:
+def kernel_bounds(trace: Trace, peak: PeakSpec = None, capture: Trace | None = None) -> KernelBounds:
     """Account for the time of each GPU by what bounds it.
 
     Args:
@@ -239,60 +251,62 @@ def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None
         peak: The device's peak where the trace does not name a known one, as for `roofline`.
         capture: The recording of the capture of its graphs, as for `roofline`.
     """
-    return _kernel_bounds(trace, peak, capture)
+    return _summarize_bounds(trace, peak, capture)
 
 
-@of_each
-def _kernel_bounds(traces: Sequence[Trace], peak: Given, capture: Trace | None) -> Iterable[KernelBounds]:
-    work = _bounds(traces, peak, capture)
-    bound_shares = shares(traces, work, "bound", BOUNDS)
-    by_kind = (
-        work.group_by(TRACE, "kind", "bound")
+@run_in_batches
+def _summarize_bounds(traces: Sequence[Trace], peak: PeakSpec, capture: Trace | None) -> Iterable[KernelBounds]:
+    work = _classify_bounds(traces, peak, capture)
+    bound_shares = compute_shares(traces, work, "bound", BOUNDS)
+    kind_bounds = (
+        work.group_by(TRACE_COLUMN, "kind", "bound")
         .agg(
             pl.len().alias("count"),
             pl.col("ns").sum().alias("sum_ns"),
             pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum()).alias("roofline_ns"),
         )
-        .sort(TRACE, "kind", "bound")
+        .sort(TRACE_COLUMN, "kind", "bound")
     )
-    steps = stacked(map(whole_steps, traces))
-    spread = per_step(bound_shares.steps, [TRACE, "device", "bound"], list(SHARES), steps)
-    for parts, of_kinds, usual in zip(
-        unstacked(bound_shares.parts, traces, BOUND_SCHEMA),
-        unstacked(by_kind, traces, KIND_SCHEMA),
-        unstacked(spread, traces),
+    steps = concatenate_by_trace(map(select_whole_steps, traces))
+    spread = summarize_per_step(bound_shares.steps, [TRACE_COLUMN, "device", "bound"], list(SHARES), steps)
+    for parts, kind_table, per_step in zip(
+        split_by_trace(bound_shares.parts, traces, BOUND_SCHEMA),
+        split_by_trace(kind_bounds, traces, KIND_SCHEMA),
+        split_by_trace(spread, traces),
         strict=True,
     ):
-        whole = int(of_kinds["sum_ns"].sum())
-        known_ns = int(of_kinds.filter(pl.col("bound") != "unknown")["sum_ns"].sum())
-        yield KernelBounds(parts, of_kinds, usual, known_ns / whole if whole else None)
+        total_ns = int(kind_table["sum_ns"].sum())
+        known_ns = int(kind_table.filter(pl.col("bound") != "unknown")["sum_ns"].sum())
+        yield KernelBounds(parts, kind_table, per_step, known_ns / total_ns if total_ns else None)
 
 
-def bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:
+def classify_bounds(trace: Trace, peak: PeakSpec = None, capture: Trace | None = None) -> pl.DataFrame:
     """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns, bound."""
-    return _bounds([trace], peak, capture).drop(TRACE)
+    return _classify_bounds([trace], peak, capture).drop(TRACE_COLUMN)
 
 
-def _bounds(traces: Sequence[Trace], peak: Given, capture: Trace | None) -> pl.DataFrame:
-    columns = (TRACE, "event", "device", "start_ns", "end_ns", "ns")
-    work = stepped_work(traces)[columns].hstack([stacked(map(kinds, traces))["kind"]])
-    models = stacked(modelled(trace, peak, capture) for trace in traces)
-    model = models.select(TRACE, "event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
+def _classify_bounds(traces: Sequence[Trace], peak: PeakSpec, capture: Trace | None) -> pl.DataFrame:
+    columns = (TRACE_COLUMN, "event", "device", "start_ns", "end_ns", "ns")
+    work = select_gpu_work_with_steps(traces)[columns].hstack(
+        [concatenate_by_trace(map(classify_kinds, traces))["kind"]]
+    )
+    models = concatenate_by_trace(select_modelled_work(trace, peak, capture) for trace in traces)
+    model = models.select(TRACE_COLUMN, "event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
     ceiling = pl.col("roofline_ns")
     ns = pl.col("ns")
-    latency = ((ns < SHORT_NS) & (ceiling < FAR * ns)) | (ceiling < VERY_FAR * ns)
+    latency = ((ns < MAX_SHORT_NS) & (ceiling < SHORT_LATENCY_SHARE * ns)) | (ceiling < LATENCY_SHARE * ns)
     bound = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
     return (
-        work.join(model, on=[TRACE, "event"], how="left", maintain_order="left")
+        work.join(model, on=[TRACE_COLUMN, "event"], how="left", maintain_order="left")
         .with_columns(bound.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
         .drop("modelled")
     )
 
 
 KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
-SERIES_SCHEMA = schema("source counter samples first_ns last_ns min mean max", {"source": pl.String})
-RANGE_SCHEMA = schema("range kernel launch op counter value")
-OP_SCHEMA = schema("op counter ranges value")
+SERIES_SCHEMA = build_schema("source counter samples first_ns last_ns min mean max", {"source": pl.String})
+RANGE_SCHEMA = build_schema("range kernel launch op counter value")
+OP_SCHEMA = build_schema("op counter ranges value")
 
 
 @dataclass(frozen=True)
@@ -325,10 +339,10 @@ class Counters(Result):
 
 def counters(trace: Trace) -> Counters:
     """Gather counters, and pair those of kernels with their launches."""
-    rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
+    rows = np.flatnonzero(get_event_column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
     if not trace.counters.height and not rows.size:
-        series, ranges, by_op = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
-        return Counters(series, ranges, by_op, unpaired=None, range_count=0, launch_count=0, absent=None)
+        series, ranges, op_table = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
+        return Counters(series, ranges, op_table, unpaired=None, range_count=0, launch_count=0, absent=None)
     value = pl.col("value")
     series = (
         trace.counters.drop_nulls("value")
@@ -345,9 +359,9 @@ def counters(trace: Trace) -> Counters:
         .sort("source", "counter", nulls_last=True)
         .pipe(cast_to_schema, SERIES_SCHEMA)
     )
-    launches = kernel_launches(trace) if rows.size else rows
+    launches = find_launch_calls(trace) if rows.size else rows
     paired = rows.size == launches.size
-    readable_ = readable(trace)
+    readable_ = can_reread_events(trace)
     records = []
     if readable_ and rows.size:
         names, ops = trace.events["name"], trace.events["op"]
@@ -364,7 +378,7 @@ def counters(trace: Trace) -> Counters:
             if isinstance(amount, (int, float)) and not isinstance(amount, bool) and np.isfinite(amount)
         ]
     ranges = pl.DataFrame(records, schema=RANGE_SCHEMA, orient="row")
-    by_op = (
+    op_table = (
         ranges.filter(pl.col("launch").is_not_null())
         .group_by("op", "counter", maintain_order=True)
         .agg(pl.len().alias("ranges"), value.sum())
@@ -374,7 +388,7 @@ def counters(trace: Trace) -> Counters:
     return Counters(
         series,
         ranges,
-        by_op,
+        op_table,
         unpaired=None if paired else "counts-differ",
         range_count=int(rows.size),
         launch_count=int(launches.size),
@@ -382,10 +396,10 @@ def counters(trace: Trace) -> Counters:
     )
 
 
-def kernel_launches(trace: Trace) -> Ints:
+def find_launch_calls(trace: Trace) -> Ints:
     """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the same launch."""
-    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
-    rows = np.flatnonzero(is_call & vocabulary(trace).events(KERNEL_LAUNCH))
-    inside = np.isin(column(trace, "parent", -1)[rows], rows)
-    launches: Ints = rows[~inside]
+    is_call = np.isin(get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    rows = np.flatnonzero(is_call & build_vocabulary(trace).events(KERNEL_LAUNCH))
+    is_nested = np.isin(get_event_column(trace, "parent", -1)[rows], rows)
+    launches: Ints = rows[~is_nested]
     return launches

@@ -14,28 +14,35 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.gpu_time import SHARES, shares
+from traceloom.analyze.gpu_time import SHARES, compute_shares
 from traceloom.analyze.kernel_rules import (
-    KINDS,
-    KindOfWork,
+    WORK_KINDS,
+    KindMatcher,
     KindRule,
-    Matcher,
-    built_in_kind_rules,
-    gpu_work,
-    stepped_work,
+    WorkKindType,
+    load_built_in_kind_rules,
+    select_gpu_work,
+    select_gpu_work_with_steps,
 )
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import per_step, whole_steps
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import select_whole_steps, summarize_per_step
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import column
-from traceloom.trace.batch import TRACE, divide_by_part, of_each, per_trace, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import get_event_column
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    divide_by_trace_total,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-_NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
+_NAMED_CATEGORIES = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
 
-KIND_SCHEMA = schema("event kind rule", {"kind": KindOfWork})
+KIND_SCHEMA = build_schema("event kind rule", {"kind": WorkKindType})
 PRIORITY: tuple[str, ...] = (
     "gemm",
     "convolution",
@@ -52,8 +59,8 @@ PRIORITY: tuple[str, ...] = (
 """Who owns a nanosecond in which several kinds run at once: the first of these that does. Calculating comes before
 communicating and that before copying, as in `gpu_time`, so that hidden communication stays hidden."""
 
-KINDS_SCHEMA = schema("device kind count sum_ns exclusive_ns fraction", {"kind": KindOfWork})
-RULES_SCHEMA = schema("kind rule count sum_ns fraction", {"kind": KindOfWork})
+KINDS_SCHEMA = build_schema("device kind count sum_ns exclusive_ns fraction", {"kind": WorkKindType})
+RULES_SCHEMA = build_schema("kind rule count sum_ns fraction", {"kind": WorkKindType})
 
 
 @dataclass(frozen=True)
@@ -88,72 +95,74 @@ class KernelKinds(Result):
 
 def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
     """Account for the time of each GPU by kind; `rules` of the user's come before the table."""
-    return _kernel_kinds(trace, tuple(rules))
+    return _summarize_kinds(trace, tuple(rules))
 
 
-@of_each
-def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> Iterable[KernelKinds]:
-    named = stacked(kinds(trace, rules) for trace in traces)
-    work = stepped_work(traces).with_columns(named["kind"], named["rule"].alias("named"))
-    kind_shares = shares(traces, work, "kind", PRIORITY)
+@run_in_batches
+def _summarize_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> Iterable[KernelKinds]:
+    classified = concatenate_by_trace(classify_kinds(trace, rules) for trace in traces)
+    work = select_gpu_work_with_steps(traces).with_columns(classified["kind"], classified["rule"].alias("named"))
+    kind_shares = compute_shares(traces, work, "kind", PRIORITY)
     sum_ns = pl.col("sum_ns")
-    by_rule = (
-        work.group_by(TRACE, "kind", rule="named")
+    rule_table = (
+        work.group_by(TRACE_COLUMN, "kind", rule="named")
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
-        .with_columns(divide_by_part(sum_ns, sum_ns.sum().over(TRACE)).fill_nan(None).alias("fraction"))
-        .sort(TRACE, "sum_ns", "kind", "rule", descending=[False, True, False, False])
+        .with_columns(divide_by_trace_total(sum_ns, sum_ns.sum().over(TRACE_COLUMN)).fill_nan(None).alias("fraction"))
+        .sort(TRACE_COLUMN, "sum_ns", "kind", "rule", descending=[False, True, False, False])
     )
-    steps = stacked(map(whole_steps, traces))
-    spread = per_step(kind_shares.steps, [TRACE, "device", "kind"], list(SHARES), steps)
+    steps = concatenate_by_trace(map(select_whole_steps, traces))
+    spread = summarize_per_step(kind_shares.steps, [TRACE_COLUMN, "device", "kind"], list(SHARES), steps)
     return map(
         KernelKinds,
-        unstacked(kind_shares.devices, traces),
-        unstacked(kind_shares.parts, traces, KINDS_SCHEMA),
-        unstacked(by_rule, traces, RULES_SCHEMA),
-        unstacked(kind_shares.steps, traces),
-        unstacked(spread, traces),
+        split_by_trace(kind_shares.devices, traces),
+        split_by_trace(kind_shares.parts, traces, KINDS_SCHEMA),
+        split_by_trace(rule_table, traces, RULES_SCHEMA),
+        split_by_trace(kind_shares.steps, traces),
+        split_by_trace(spread, traces),
     )
 
 
-def kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
+def classify_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
     """The kind of every piece of GPU work.
 
     Returns:
         Columns event, kind, rule; one row per kernel, copy and fill, in the order of `events`.
     """
     rules = tuple(rules)
-    return _kinds(trace, rules) if rules else _kinds_by_table(trace)
+    return _classify_kinds(trace, rules) if rules else _classify_by_table(trace)
 
 
-@per_trace
-def _kinds_by_table(trace: Trace) -> pl.DataFrame:
-    return _kinds(trace, ())
+@cache_per_trace
+def _classify_by_table(trace: Trace) -> pl.DataFrame:
+    return _classify_kinds(trace, ())
 
 
-def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
-    work = gpu_work(trace)
-    matcher = Matcher.of((*rules, *built_in_kind_rules()))
-    words = vocabulary(trace)
-    bits = matcher.context_bits(words.ordered)[words.place]
+def _classify_kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
+    work = select_gpu_work(trace)
+    matcher = KindMatcher.of((*rules, *load_built_in_kind_rules()))
+    vocabulary = build_vocabulary(trace)
+    name_bits = matcher.compute_op_bits(vocabulary.ordered)[vocabulary.place]
     op, launch = (work[name].cast(pl.Int64).fill_null(-1).to_numpy() for name in ("op", "launch"))
-    own, under = _around_launch(trace, op, launch, bits)
-    used, name = np.unique(words.place[words.code[work["event"].to_numpy()]], return_inverse=True)
-    first = matcher.first(words.ordered[used], name.astype(np.int64), own, under)
-    by_user = first < len(rules)
+    op_bits, enclosing_bits = _collect_context_bits(trace, op, launch, name_bits)
+    used, name = np.unique(vocabulary.place[vocabulary.code[work["event"].to_numpy()]], return_inverse=True)
+    first = matcher.first(vocabulary.ordered[used], name.astype(np.int64), op_bits, enclosing_bits)
+    is_user_rule = first < len(rules)
     category = work["category"].to_physical().to_numpy()
-    settled = ~by_user & (category > 0)  # 0 is compute: only the name and the launch can tell
+    settled = ~is_user_rule & (category > 0)  # 0 is compute: only the name and the launch can tell
     labels = [*matcher.rules, KindRule("none", "other", "")]
-    kind = np.array([KINDS.index(label.kind) for label in labels], dtype=np.uint32)[first]
-    kind[settled] = np.array([0, KINDS.index("communication"), KINDS.index("copy")], dtype=np.uint32)[category[settled]]
+    kind = np.array([WORK_KINDS.index(label.kind) for label in labels], dtype=np.uint32)[first]
+    kind[settled] = np.array([0, WORK_KINDS.index("communication"), WORK_KINDS.index("copy")], dtype=np.uint32)[
+        category[settled]
+    ]
     rule = pl.Series([label.name for label in labels])[first.astype(np.uint32)]
     rule = rule.zip_with(pl.Series(~settled), "category:" + work["rule"].cast(pl.String)).replace(
         "category:category", "category"
     )
-    kind_names = pl.Series(KINDS, dtype=KindOfWork)[kind]
+    kind_names = pl.Series(WORK_KINDS, dtype=WorkKindType)[kind]
     return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).pipe(cast_to_schema, KIND_SCHEMA)
 
 
-def _around_launch(
+def _collect_context_bits(
     trace: Trace, op: Ints, launch: Ints, bits_of_name: NDArray[np.uint64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Bits of the operator that launched each piece of work, and of all operators and annotations around it.
@@ -168,18 +177,18 @@ def _around_launch(
         Two arrays of shape (work,): of the innermost operator, and of it and whatever stands above the launch. Python
         frames have no bits: their names are paths.
     """
-    names = vocabulary(trace).code
+    names = build_vocabulary(trace).code
     if not op.size or not names.size:
         return np.zeros(op.size, dtype=np.uint64), np.zeros(op.size, dtype=np.uint64)
-    own = np.where(op >= 0, bits_of_name[names[np.maximum(op, 0)]], 0).astype(np.uint64)
+    op_bits = np.where(op >= 0, bits_of_name[names[np.maximum(op, 0)]], 0).astype(np.uint64)
     origin, origin_index = np.unique(np.where(launch >= 0, launch, op), return_inverse=True)
-    category, parent = column(trace, "category"), column(trace, "parent", -1)
+    category, parent = get_event_column(trace, "category"), get_event_column(trace, "parent", -1)
     gathered = np.zeros(origin.size, dtype=np.uint64)
-    at = np.flatnonzero(origin >= 0)
-    current = origin[at]
-    while at.size:  # one turn per level of nesting
-        gathered[at] |= np.where(_NAMED[category[current]], bits_of_name[names[current]], np.uint64(0))
+    rows = np.flatnonzero(origin >= 0)
+    current = origin[rows]
+    while rows.size:  # one turn per level of nesting
+        gathered[rows] |= np.where(_NAMED_CATEGORIES[category[current]], bits_of_name[names[current]], np.uint64(0))
         current = parent[current]
-        kept = current >= 0
-        at, current = at[kept], current[kept]
-    return own, gathered[origin_index] | own
+        has_parent = current >= 0
+        rows, current = rows[has_parent], current[has_parent]
+    return op_bits, gathered[origin_index] | op_bits

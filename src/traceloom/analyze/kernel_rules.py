@@ -24,21 +24,21 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze import names
-from traceloom.analyze.names import check_pattern, vocabulary
+from traceloom.analyze.names import build_vocabulary, check_pattern
 from traceloom.errors import InputError, UsageError
-from traceloom.trace.arrays import Texts, column, gather_rows, on_disk
-from traceloom.trace.batch import of_events, per_trace, stacked
+from traceloom.trace.arrays import NumberedTexts, gather_rows, get_event_column, move_columns_to_disk
+from traceloom.trace.batch import cache_per_trace, concatenate_by_trace, gather_event_column
 from traceloom.trace.frames import contains_any
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import CATEGORIES as _ALL
 from traceloom.trace.vocabulary import COPY, FILL, GPU_WORK, KERNEL
 
 Category = Literal["compute", "communication", "memory"]
-CATEGORIES: tuple[str, ...] = get_args(Category)
-CategoryType = pl.Enum(CATEGORIES)
-KindType = pl.Enum([KERNEL, COPY, FILL])
+WORK_CATEGORIES: tuple[str, ...] = get_args(Category)
+CategoryType = pl.Enum(WORK_CATEGORIES)
+EventKindType = pl.Enum([KERNEL, COPY, FILL])
 
-BY_CATEGORY = "category"  # rule name of copies and fills: the event's category decided, not its name
+EVENT_CATEGORY_RULE = "category"  # rule name of copies and fills: the event's category decided, not its name
 NO_RULE = "none"  # rule name of kernels that match nothing
 
 
@@ -57,17 +57,17 @@ class Rule(Struct, frozen=True):
     pattern: str
 
     def __post_init__(self) -> None:
-        if self.category not in CATEGORIES:
+        if self.category not in WORK_CATEGORIES:
             raise UsageError(
                 f"kernel rule {self.name!r} has the category {self.category!r}",
                 slug="bad-kernel-rule",
-                hint=f"use one of {', '.join(CATEGORIES)}",
+                hint=f"use one of {', '.join(WORK_CATEGORIES)}",
             )
         check_pattern(self.name, self.pattern)
 
 
 @lru_cache(maxsize=1)
-def built_in_rules() -> tuple[Rule, ...]:
+def load_built_in_category_rules() -> tuple[Rule, ...]:
     """The table that comes with Traceloom, in order."""
     return _parse_category_rules(names.read_built_in("kernel_rules.json"), "kernel_rules.json")
 
@@ -82,19 +82,19 @@ def read_rules(path: str | Path) -> tuple[Rule, ...]:
     return _parse_category_rules(names.read(path), str(path))
 
 
-def _parse_category_rules(rows: list[Any], where: str) -> tuple[Rule, ...]:
+def _parse_category_rules(rows: list[Any], location: str) -> tuple[Rule, ...]:
     fields = ("rule", "category", "pattern")
     for index, row in enumerate(rows):
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in fields):
             raise InputError(
                 "expected an object with the texts `rule`, `category` and `pattern`",
                 slug="kernel-rules-unreadable",
-                where=f"{where}, $[{index}]",
+                where=f"{location}, $[{index}]",
             )
     return tuple(Rule(row["rule"], row["category"], row["pattern"]) for row in rows)
 
 
-def classify(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+def assign_categories(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     """Category and rule of each (name, kind).
 
     Args:
@@ -104,19 +104,19 @@ def classify(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     Returns:
         `work` with the columns `category` and `rule`.
     """
-    ordered = (*rules, *built_in_rules())
-    hits = contains_any(work["name"].fill_null(""), [f"(?i){rule.pattern}" for rule in ordered])
-    matches = [column.to_numpy() for column in hits]
-    first = np.argmax([*matches, np.ones(work.height, dtype=np.bool_)], axis=0)
-    number = np.where((work["kind"] == KERNEL).to_numpy(), first, len(ordered) + 1)
+    ordered = (*rules, *load_built_in_category_rules())
+    match_columns = contains_any(work["name"].fill_null(""), [f"(?i){rule.pattern}" for rule in ordered])
+    matches = [column.to_numpy() for column in match_columns]
+    first_rules = np.argmax([*matches, np.ones(work.height, dtype=np.bool_)], axis=0)
+    rule_numbers = np.where((work["kind"] == KERNEL).to_numpy(), first_rules, len(ordered) + 1)
     categories = [*(rule.category for rule in ordered), "compute", "memory"]
     return work.with_columns(
-        pl.Series("category", categories, dtype=CategoryType)[number],
-        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, BY_CATEGORY])[number],
+        pl.Series("category", categories, dtype=CategoryType)[rule_numbers],
+        pl.Series("rule", [*(rule.name for rule in ordered), NO_RULE, EVENT_CATEGORY_RULE])[rule_numbers],
     )
 
 
-def gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+def select_gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     """All kernels, copies and fills of a trace with their categories, by start.
 
     Returns:
@@ -124,35 +124,37 @@ def gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
         count as 0), launch, op; one row per event, in the order of `events`.
     """
     rules = tuple(rules)
-    return _gpu_work(trace, rules) if rules else _gpu_work_by_table(trace)
+    return _build_gpu_work(trace, rules) if rules else _select_by_built_in_rules(trace)
 
 
-def stepped_work(traces: Sequence[Trace]) -> pl.DataFrame:
+def select_gpu_work_with_steps(traces: Sequence[Trace]) -> pl.DataFrame:
     """The same of several traces (`stacked`), with the step that launched it and its duration: step, ns."""
-    work = stacked(map(gpu_work, traces))
+    work = concatenate_by_trace(map(select_gpu_work, traces))
     ns = pl.col("end_ns") - pl.col("start_ns")
-    return work.with_columns(of_events(traces, work, "event", "step"), ns.alias("ns"))
+    return work.with_columns(gather_event_column(traces, work, "event", "step"), ns.alias("ns"))
 
 
-@per_trace
-def _gpu_work_by_table(trace: Trace) -> pl.DataFrame:
-    return _gpu_work(trace, ())
+@cache_per_trace
+def _select_by_built_in_rules(trace: Trace) -> pl.DataFrame:
+    return _build_gpu_work(trace, ())
 
 
-def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
-    words, category = vocabulary(trace), column(trace, "category")
-    row = np.flatnonzero(np.isin(category, [_ALL.index(name) for name in GPU_WORK]))
-    pair = gather_rows(words.place, words.code[row]) * len(_ALL) + category[row]
-    used, number = np.unique(pair, return_inverse=True)
-    kind = pl.Series("kind", [_ALL[code] for code in (used % len(_ALL)).tolist()], dtype=KindType)
-    classified = classify(pl.DataFrame([words.ordered[used // len(_ALL)].alias("name"), kind]), rules)
-    indices = pl.Series(number.astype(np.uint32))
-    work = trace.events[["event", "device", "stream", "start_ns", "duration_ns", "launch", "op"]][row]
-    ends = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
-    work = on_disk(trace, work.with_columns(ends.alias("end_ns")))
+def _build_gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
+    vocabulary, category = build_vocabulary(trace), get_event_column(trace, "category")
+    gpu_rows = np.flatnonzero(np.isin(category, [_ALL.index(name) for name in GPU_WORK]))
+    pair = gather_rows(vocabulary.place, vocabulary.code[gpu_rows]) * len(_ALL) + category[gpu_rows]
+    unique_pairs, pair_numbers = np.unique(pair, return_inverse=True)
+    kind = pl.Series("kind", [_ALL[code] for code in (unique_pairs % len(_ALL)).tolist()], dtype=EventKindType)
+    classified = assign_categories(
+        pl.DataFrame([vocabulary.ordered[unique_pairs // len(_ALL)].alias("name"), kind]), rules
+    )
+    indices = pl.Series(pair_numbers.astype(np.uint32))
+    work = trace.events[["event", "device", "stream", "start_ns", "duration_ns", "launch", "op"]][gpu_rows]
+    end_ns = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
+    work = move_columns_to_disk(trace, work.with_columns(end_ns.alias("end_ns")))
     return work.select(
         "event",
-        Texts(classified["name"]).column(number).alias("name"),
+        NumberedTexts(classified["name"]).column(pair_numbers).alias("name"),
         classified["kind"][indices],
         "device",
         "stream",
@@ -161,11 +163,11 @@ def _gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
         "launch",
         "op",
         classified["category"][indices],
-        Texts(classified["rule"]).column(number).alias("rule"),
+        NumberedTexts(classified["rule"]).column(pair_numbers).alias("rule"),
     )
 
 
-KINDS: tuple[str, ...] = (
+WORK_KINDS: tuple[str, ...] = (
     "gemm",
     "attention",
     "convolution",
@@ -178,7 +180,7 @@ KINDS: tuple[str, ...] = (
     "communication",
     "other",
 )
-KindOfWork = pl.Enum(KINDS)
+WorkKindType = pl.Enum(WORK_KINDS)
 
 
 class KindRule(Struct, frozen=True):
@@ -200,20 +202,20 @@ class KindRule(Struct, frozen=True):
     under: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in WORK_KINDS:
             raise UsageError(
                 f"kernel rule {self.name!r} has the kind {self.kind!r}",
                 slug="bad-kernel-rule",
-                hint=f"use one of {', '.join(KINDS)}",
+                hint=f"use one of {', '.join(WORK_KINDS)}",
             )
         for expression in filter(None, (self.pattern, self.op, self.under)):
             check_pattern(self.name, expression)
 
 
 @lru_cache(maxsize=1)
-def built_in_kind_rules() -> tuple[KindRule, ...]:
+def load_built_in_kind_rules() -> tuple[KindRule, ...]:
     """The table that comes with Traceloom, in order."""
-    return _rules(names.read_built_in("kind_rules.json"), "kind_rules.json")
+    return _parse_kind_rules(names.read_built_in("kind_rules.json"), "kind_rules.json")
 
 
 def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
@@ -223,10 +225,10 @@ def read_kind_rules(path: str | Path) -> tuple[KindRule, ...]:
         InputError: The file is not such a list.
         UsageError: A pattern or a kind in it cannot be right.
     """
-    return _rules(names.read(path), str(path))
+    return _parse_kind_rules(names.read(path), str(path))
 
 
-def _rules(rows: list[Any], where: str) -> tuple[KindRule, ...]:
+def _parse_kind_rules(rows: list[Any], location: str) -> tuple[KindRule, ...]:
     conditions = ("pattern", "op", "under")
     rules = []
     for index, row in enumerate(rows):
@@ -238,13 +240,13 @@ def _rules(rows: list[Any], where: str) -> tuple[KindRule, ...]:
             raise InputError(
                 "expected an object with the texts `rule` and `kind` and at least one of `pattern`, `op` and `under`",
                 slug="kernel-rules-unreadable",
-                where=f"{where}, $[{index}]",
+                where=f"{location}, $[{index}]",
             )
         rules.append(KindRule(row["rule"], row["kind"], *(row.get(key, "") for key in conditions)))
     return tuple(rules)
 
 
-class Matcher(Struct, frozen=True):
+class KindMatcher(Struct, frozen=True):
     """Which rules apply; patterns are compared once per distinct name.
 
     Attributes:
@@ -253,10 +255,10 @@ class Matcher(Struct, frozen=True):
     """
 
     rules: tuple[KindRule, ...]
-    contexts: tuple[str, ...]
+    op_patterns: tuple[str, ...]
 
     @classmethod
-    def of(cls, rules: Iterable[KindRule]) -> Matcher:
+    def of(cls, rules: Iterable[KindRule]) -> KindMatcher:
         """The matcher of some rules."""
         rules = tuple(rules)
         contexts = tuple(dict.fromkeys(text for rule in rules for text in (rule.op, rule.under) if text))
@@ -264,40 +266,44 @@ class Matcher(Struct, frozen=True):
             raise UsageError(f"{len(contexts)} patterns of operators are too many: at most 64", slug="bad-kernel-rule")
         return cls(rules, contexts)
 
-    def context_bits(self, names: pl.Series) -> NDArray[np.uint64]:
+    def compute_op_bits(self, names: pl.Series) -> NDArray[np.uint64]:
         """For each name, a bit per context that it matches; shape (names,)."""
         bits = np.zeros(names.len(), dtype=np.uint64)
-        for bit, matches in enumerate(holding(names, self.contexts)):
+        for bit, matches in enumerate(match_patterns(names, self.op_patterns)):
             bits |= matches.astype(np.uint64) << np.uint64(bit)
         return bits
 
     def first(
-        self, names: pl.Series, name: NDArray[np.int64], own: NDArray[np.uint64], under: NDArray[np.uint64]
+        self,
+        names: pl.Series,
+        name_indices: NDArray[np.int64],
+        op_bits: NDArray[np.uint64],
+        ancestor_bits: NDArray[np.uint64],
     ) -> NDArray[np.int64]:
         """The index of the first rule that holds for each piece of work; `len(rules)` where none does.
 
         Args:
             names: Distinct names of kernels.
-            name: Index of each piece's name in `names`; shape (work,).
-            own: Context bits of the operator that launched it.
-            under: Context bits of that operator and of all around it.
+            name_indices: Index of each piece's name in `names`; shape (work,).
+            op_bits: Context bits of the operator that launched it.
+            ancestor_bits: Context bits of that operator and of all around it.
         """
-        first_rule = np.full(name.size, len(self.rules), dtype=np.int64)
-        open_ = np.ones(name.size, dtype=np.bool_)
-        matches = holding(names, [rule.pattern for rule in self.rules])
+        first_rule = np.full(name_indices.size, len(self.rules), dtype=np.int64)
+        is_unmatched = np.ones(name_indices.size, dtype=np.bool_)
+        matches = match_patterns(names, [rule.pattern for rule in self.rules])
         for index, rule in enumerate(self.rules):
-            fits = open_ & matches[index][name]
-            for text, bits in ((rule.op, own), (rule.under, under)):
+            is_match = is_unmatched & matches[index][name_indices]
+            for text, bits in ((rule.op, op_bits), (rule.under, ancestor_bits)):
                 if text:
-                    fits &= (bits >> np.uint64(self.contexts.index(text))) & np.uint64(1) == 1
-            first_rule[fits] = index
-            open_ &= ~fits
+                    is_match &= (bits >> np.uint64(self.op_patterns.index(text))) & np.uint64(1) == 1
+            first_rule[is_match] = index
+            is_unmatched &= ~is_match
         return first_rule
 
 
-def holding(names: pl.Series, expressions: Sequence[str]) -> list[NDArray[np.bool_]]:
+def match_patterns(names: pl.Series, patterns: Sequence[str]) -> list[NDArray[np.bool_]]:
     """For each expression, which names hold it, upper and lower case alike."""
-    return [column.to_numpy() for column in contains_any(names, [f"(?i){text}" for text in expressions])]
+    return [column.to_numpy() for column in contains_any(names, [f"(?i){text}" for text in patterns])]
 
 
 def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
@@ -327,10 +333,10 @@ def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
                 # Whatever a program of the user's raises is said of that program.
                 frames = traceback.extract_tb(error.__traceback__)
                 lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-                where = f"{path}, line {lines[-1]}" if lines else str(path)
+                location = f"{path}, line {lines[-1]}" if lines else str(path)
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 message = f"the rules cannot be loaded: {reason}"
-                raise InputError(message, slug="rules-failed", where=where) from error
+                raise InputError(message, slug="rules-failed", where=location) from error
         else:
             raise UsageError(
                 f"`{path}` is no file of rules: its ending is neither .py nor .json",
@@ -340,19 +346,19 @@ def load_rules(paths: Iterable[str | Path]) -> tuple[KindRule, ...]:
     return tuple(rules)
 
 
-ELIGIBLE = ("gemm", "attention", "convolution")
-STATES = ("used", "unused", "unknown", "none")
-StateType = pl.Enum(STATES)
-_STATE = {"yes": "used", "no": "unused", "none": "none"}
+MATRIX_KINDS = ("gemm", "attention", "convolution")
+MATRIX_UNIT_STATES = ("used", "unused", "unknown", "none")
+MatrixUnitStateType = pl.Enum(MATRIX_UNIT_STATES)
+_MATRIX_STATE_BY_USE = {"yes": "used", "no": "unused", "none": "none"}
 
 
 @lru_cache(maxsize=1)
-def rules() -> tuple[dict[str, str], ...]:
+def load_built_in_matrix_rules() -> tuple[dict[str, str], ...]:
     """The table: rule, uses (yes, no, none: no matrix product), pattern, example, why."""
     return tuple(names.read_built_in("matrix_rules.json"))
 
 
-def matrix_units(kernels: pl.DataFrame) -> pl.Series:
+def classify_matrix_units(kernels: pl.DataFrame) -> pl.Series:
     """Whether kernels use matrix units; shape (kernels,).
 
     Args:
@@ -362,12 +368,12 @@ def matrix_units(kernels: pl.DataFrame) -> pl.Series:
         `used`; `unused`: a matrix product on scalar or vector units; `unknown`: a matrix product whose name does not
         tell; `none`: no matrix product.
     """
-    state = np.full(kernels.height, STATES.index("none"), dtype=np.uint32)
-    eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(ELIGIBLE).to_numpy())
+    state = np.full(kernels.height, MATRIX_UNIT_STATES.index("none"), dtype=np.uint32)
+    eligible = np.flatnonzero(kernels["kind"].cast(pl.String).is_in(MATRIX_KINDS).to_numpy())
     if eligible.size:
         eligible = eligible[kernels["name"][eligible].arg_sort().to_numpy()]  # as the next rank will ask
-        uses = [STATES.index(_STATE[rule["uses"]]) for rule in rules()]
-        matches = holding(kernels["name"][eligible], [rule["pattern"] for rule in rules()])
+        uses = [MATRIX_UNIT_STATES.index(_MATRIX_STATE_BY_USE[rule["uses"]]) for rule in load_built_in_matrix_rules()]
+        matches = match_patterns(kernels["name"][eligible], [rule["pattern"] for rule in load_built_in_matrix_rules()])
         first = np.argmax([*matches, np.ones(eligible.size, dtype=np.bool_)], axis=0)
-        state[eligible] = np.array([*uses, STATES.index("unknown")], dtype=np.uint32)[first]
-    return pl.Series("matrix_units", STATES, dtype=StateType)[state]
+        state[eligible] = np.array([*uses, MATRIX_UNIT_STATES.index("unknown")], dtype=np.uint32)[first]
+    return pl.Series("matrix_units", MATRIX_UNIT_STATES, dtype=MatrixUnitStateType)[state]

@@ -8,26 +8,41 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.gpu_work import attribute_to_launches
 from traceloom.analyze.host_events import classify_events
-from traceloom.analyze.intervals import union
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kernel_rules import CATEGORIES, CategoryType, KindOfWork, KindType, Rule, gpu_work, stepped_work
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import durations, per_step, spread_schema, whole_steps
-from traceloom.formats.arguments import read_numbers, readable
-from traceloom.trace.arrays import engine
-from traceloom.trace.batch import TRACE, divide_by_part, of_each, of_events, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.analyze.intervals import merge_intervals
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.kernel_rules import (
+    WORK_CATEGORIES,
+    CategoryType,
+    EventKindType,
+    Rule,
+    WorkKindType,
+    select_gpu_work,
+    select_gpu_work_with_steps,
+)
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import build_spread_schema, select_whole_steps, summarize_durations, summarize_per_step
+from traceloom.formats.arguments import can_reread_events, read_numeric_arguments
+from traceloom.trace.arrays import choose_engine
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    concatenate_by_trace,
+    divide_by_trace_total,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import KERNEL
 
-KERNEL_SCHEMA = schema(
+KERNEL_SCHEMA = build_schema(
     "name category rule kind count total_ns mean_ns min_ns max_ns fraction",
-    {"category": CategoryType, "kind": KindType},
+    {"category": CategoryType, "kind": EventKindType},
 )
-CATEGORY_SCHEMA = schema("category count total_ns union_ns", {"category": CategoryType})
+CATEGORY_SCHEMA = build_schema("category count total_ns union_ns", {"category": CategoryType})
 
 
 @dataclass(frozen=True)
@@ -48,35 +63,35 @@ class Kernels(Result):
 
 def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
     """Add up GPU work by name and by category; `rules` come before the built-in table."""
-    work = gpu_work(trace, rules).with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
-    by_name = (
+    work = select_gpu_work(trace, rules).with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
+    name_table = (
         work.lazy()
         .group_by("name", "kind")
-        .agg(pl.col("category", "rule").first(), *durations(pl.col("duration_ns")))
+        .agg(pl.col("category", "rule").first(), *summarize_durations(pl.col("duration_ns")))
         .with_columns((pl.col("total_ns") / pl.col("total_ns").sum()).fill_nan(0.0).alias("fraction"))
         .sort("total_ns", "name", "kind", descending=[True, False, False])
-        .collect(engine=engine(trace))
+        .collect(engine=choose_engine(trace))
         .pipe(cast_to_schema, KERNEL_SCHEMA)
     )
-    unions = dict.fromkeys(CATEGORIES, 0)
+    unions = dict.fromkeys(WORK_CATEGORIES, 0)
     for part in work[["category", "device", "start_ns", "end_ns"]].partition_by("category", "device"):
-        unions[part["category"][0]] += union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
+        unions[part["category"][0]] += merge_intervals(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total
     sums = work.group_by("category").agg(pl.len().alias("count"), pl.col("duration_ns").sum().alias("total_ns"))
-    by_category = (
+    category_table = (
         pl.DataFrame({"category": list(unions), "union_ns": list(unions.values())})
         .cast({"category": CategoryType})
         .join(sums, on="category", how="left", maintain_order="left")
         .with_columns(pl.col("count", "total_ns").fill_null(0))
         .pipe(cast_to_schema, CATEGORY_SCHEMA)
     )
-    return Kernels(by_name, by_category)
+    return Kernels(name_table, category_table)
 
 
 KEYS = ("op", "shapes", "types", "kernel", "kind")
-SHAPES_SCHEMA = schema(
+SHAPES_SCHEMA = build_schema(
     "op shapes types kernel kind count total_ns mean_ns min_ns max_ns",
     "fraction mean_total_ns min_total_ns max_total_ns step_count",
-    {"kind": KindOfWork},
+    {"kind": WorkKindType},
 )
 
 
@@ -99,52 +114,57 @@ class KernelShapes(Result):
 
 def kernel_shapes(trace: Trace) -> KernelShapes:
     """Add up GPU work by operator, input shapes and kernel."""
-    return _of_each(trace)
+    return _summarize_shapes(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
-    work = shaped_work(traces).with_columns(row=pl.struct(KEYS).rank("dense"))
+@run_in_batches
+def _summarize_shapes(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
+    work = collect_shaped_work(traces).with_columns(row=pl.struct(KEYS).rank("dense"))
     total = pl.col("total_ns")
     table = (
-        work.group_by(TRACE, "row")
-        .agg(pl.col(KEYS).first(), *durations(pl.col("ns")))
-        .with_columns(fraction=divide_by_part(total, total.sum().over(TRACE).clip(lower_bound=1)))
+        work.group_by(TRACE_COLUMN, "row")
+        .agg(pl.col(KEYS).first(), *summarize_durations(pl.col("ns")))
+        .with_columns(fraction=divide_by_trace_total(total, total.sum().over(TRACE_COLUMN).clip(lower_bound=1)))
     )
-    usual = per_step(
-        work.select(TRACE, "row", "step", total_ns="ns"),
-        [TRACE, "row"],
+    per_step = summarize_per_step(
+        work.select(TRACE_COLUMN, "row", "step", total_ns="ns"),
+        [TRACE_COLUMN, "row"],
         ["total_ns"],
-        stacked(map(whole_steps, traces)),
+        concatenate_by_trace(map(select_whole_steps, traces)),
     )
-    rows = table.join(usual, on=[TRACE, "row"], how="left").sort(
-        [TRACE, "total_ns", "op", "kernel", "shapes", "types"],
+    rows = table.join(per_step, on=[TRACE_COLUMN, "row"], how="left").sort(
+        [TRACE_COLUMN, "total_ns", "op", "kernel", "shapes", "types"],
         descending=[False, True, False, False, False, False],
         nulls_last=True,
     )
-    return (KernelShapes(own, int(own["total_ns"].sum())) for own in unstacked(rows, traces, SHAPES_SCHEMA))
+    return (
+        KernelShapes(trace_rows, int(trace_rows["total_ns"].sum()))
+        for trace_rows in split_by_trace(rows, traces, SHAPES_SCHEMA)
+    )
 
 
-def shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:
+def collect_shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:
     """Every piece of GPU work with the operator around its launch: trace, event, step, op, kernel, ns, shapes, types,
     kind; see `stacked`.
     """
-    work = stepped_work(traces).select(TRACE, "event", "step", "op", "ns", kernel="name")
-    inputs = work.select(TRACE, event="op").join(
-        stacked(trace.tensors[["event", "shapes", "types"]] for trace in traces),
-        on=[TRACE, "event"],
+    work = select_gpu_work_with_steps(traces).select(TRACE_COLUMN, "event", "step", "op", "ns", kernel="name")
+    inputs = work.select(TRACE_COLUMN, event="op").join(
+        concatenate_by_trace(trace.tensors[["event", "shapes", "types"]] for trace in traces),
+        on=[TRACE_COLUMN, "event"],
         how="left",
         maintain_order="left",
     )
-    operator = of_events(traces, work, "op", "name").alias("op")
-    return work.with_columns(operator, inputs["shapes"], inputs["types"], stacked(map(kinds, traces))["kind"])
+    operator = gather_event_column(traces, work, "op", "name").alias("op")
+    return work.with_columns(
+        operator, inputs["shapes"], inputs["types"], concatenate_by_trace(map(classify_kinds, traces))["kind"]
+    )
 
 
 _AXES: dict[str, str | tuple[str, int]] = {
     f"{what}_{axis}": (what, position) for what in ("grid", "block") for position, axis in enumerate("xyz")
 }
 _KEYS = {**_AXES, "registers": "registers per thread", "shared_bytes": "shared memory"}
-LAUNCHES_SCHEMA = schema("event", *_KEYS, "blocks_per_sm warps_per_sm occupancy")
+LAUNCHES_SCHEMA = build_schema("event", *_KEYS, "blocks_per_sm warps_per_sm occupancy")
 
 
 @dataclass(frozen=True)
@@ -169,17 +189,17 @@ def kernel_launches(trace: Trace) -> KernelLaunches:
     kernel = (trace.events["category"] == KERNEL).to_numpy()
     events = np.flatnonzero(kernel).astype(np.int64)
     rows = trace.events.select("event").filter(kernel)
-    if readable(trace) and events.size:
-        rows = rows.join(read_numbers(trace, events, _KEYS), on="event", how="left", maintain_order="left")
+    if can_reread_events(trace) and events.size:
+        rows = rows.join(read_numeric_arguments(trace, events, _KEYS), on="event", how="left", maintain_order="left")
     else:
         rows = rows.with_columns(pl.lit(None, dtype=pl.Float64).alias(name) for name in _KEYS)
     filling = trace.kernels.with_columns(occupancy=pl.col("occupancy_percent") / 100).drop("occupancy_percent")
     rows = rows.join(filling, on="event", how="left", maintain_order="left").cast(LAUNCHES_SCHEMA, strict=False)
     unknown = all(rows[name].null_count() == rows.height for name in _KEYS)
-    return KernelLaunches(rows, None if not unknown else "not-recorded" if readable(trace) else "no-file")
+    return KernelLaunches(rows, None if not unknown else "not-recorded" if can_reread_events(trace) else "no-file")
 
 
-OPERATORS = schema("name shapes count self_ns total_ns mean_ns device_ns self_device_ns kernel_count fraction")
+OPERATORS = build_schema("name shapes count self_ns total_ns mean_ns device_ns self_device_ns kernel_count fraction")
 
 
 @dataclass(frozen=True)
@@ -214,12 +234,14 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
         trace: A checked trace; without ops the table is empty.
         by_shape: One row per name and input shapes.
     """
-    tree = forest(trace)
+    tree = build_forest(trace)
     is_op = classify_events(trace).op
-    above = tree.nearest(is_op)
+    enclosing_op = tree.nearest(is_op)
     work = attribute_to_launches(trace)
-    direct_ns, direct_kernels, direct_count = work.by_owner(tree.nearest_or_self(is_op, above))
-    kind = vocabulary(trace).code[tree.row].astype(np.int64)  # for each host event the row of the table, by its name
+    direct_ns, direct_kernels, direct_count = work.sum_by_owner(tree.nearest_or_self(is_op, enclosing_op))
+    kind = (
+        build_vocabulary(trace).code[tree.row].astype(np.int64)
+    )  # for each host event the row of the table, by its name
     shapes = pl.Series("shapes", [], dtype=pl.String)  # of the inputs of every event, as JSON text
     if by_shape:
         shapes = trace.events[["event"]].join(
@@ -229,7 +251,7 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
         pair = kind * (int(shape.max(initial=0)) + 2) + shape + 1
         kind = np.unique(pair, return_inverse=True)[1].astype(np.int64)
     top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
-    self_ns = tree.self_ns(is_op, above)
+    self_ns = tree.self_ns(is_op, enclosing_op)
     ops = pl.LazyFrame(
         {
             "kind": kind,
@@ -254,18 +276,20 @@ def operators(trace: Trace, by_shape: bool = False) -> Operators:
     example = tree.row[first]
     example_shapes = shapes[example] if by_shape else shapes.extend_constant(None, used.size)
     names = pl.DataFrame({"kind": used, "name": trace.events["name"][example], "shapes": example_shapes})
-    rows = summed.collect(engine=engine(trace)).join(names, on="kind", how="left")
+    rows = summed.collect(engine=choose_engine(trace)).join(names, on="kind", how="left")
     table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
     gpu_ns = int(work.duration_ns.sum())
     return Operators(
         table.pipe(cast_to_schema, OPERATORS),
         gpu_ns - int(direct_ns.sum()),
-        work.origin.size - int(direct_count.sum()),
+        work.launch_position.size - int(direct_count.sum()),
         gpu_ns,
     )
 
 
-KERNELS, OPERATORS_PER_STEP = (schema("name", spread_schema(time, "call_count")) for time in ("total_ns", "self_ns"))
+KERNELS, OPERATORS_PER_STEP = (
+    build_schema("name", build_spread_schema(time, "call_count")) for time in ("total_ns", "self_ns")
+)
 
 
 @dataclass(frozen=True)
@@ -287,30 +311,36 @@ class WorkPerStep(Result):
 
 def work_per_step(trace: Trace) -> WorkPerStep:
     """Add up kernels and operators per step; work belongs to the step that launched it. Without steps: no rows."""
-    return _work_per_step_of_each(trace)
+    return _compute_work_per_step(trace)
 
 
-@of_each
-def _work_per_step_of_each(traces: Sequence[Trace]) -> Iterable[WorkPerStep]:
-    steps = [whole_steps(trace) for trace in traces]
+@run_in_batches
+def _compute_work_per_step(traces: Sequence[Trace]) -> Iterable[WorkPerStep]:
+    steps = [select_whole_steps(trace) for trace in traces]
     kernels, operators = (
-        per_step(
-            rows.with_columns(call_count=pl.lit(1, pl.Int64)), [TRACE, "name"], [time, "call_count"], stacked(steps)
-        ).sort(TRACE, f"mean_{time}", "name", descending=[False, True, False])
+        summarize_per_step(
+            rows.with_columns(call_count=pl.lit(1, pl.Int64)),
+            [TRACE_COLUMN, "name"],
+            [time, "call_count"],
+            concatenate_by_trace(steps),
+        ).sort(TRACE_COLUMN, f"mean_{time}", "name", descending=[False, True, False])
         for rows, time in (
-            (stepped_work(traces).rename({"ns": "total_ns"}), "total_ns"),
-            (stacked(map(_operators, traces)), "self_ns"),
+            (select_gpu_work_with_steps(traces).rename({"ns": "total_ns"}), "total_ns"),
+            (concatenate_by_trace(map(_list_operator_calls, traces)), "self_ns"),
         )
     )
-    counts = (whole.height for whole in steps)
+    counts = (complete_steps.height for complete_steps in steps)
     return map(
-        WorkPerStep, counts, unstacked(kernels, traces, KERNELS), unstacked(operators, traces, OPERATORS_PER_STEP)
+        WorkPerStep,
+        counts,
+        split_by_trace(kernels, traces, KERNELS),
+        split_by_trace(operators, traces, OPERATORS_PER_STEP),
     )
 
 
-def _operators(trace: Trace) -> pl.DataFrame:
+def _list_operator_calls(trace: Trace) -> pl.DataFrame:
     """Each call of an operator: name, step, self_ns."""
-    tree = forest(trace)
+    tree = build_forest(trace)
     is_op = classify_events(trace).op
     ops = np.flatnonzero(is_op)
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[ops]

@@ -12,43 +12,45 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.idle import CAUSES
 from traceloom.analyze.matched_collectives import INSTANCE_SCHEMA, MatchedCollectives
-from traceloom.analyze.rank_summary import CLASSES, COMMUNICATION, COMPUTE, MEMORY, RankPart
+from traceloom.analyze.rank_summary import COMMUNICATION, COMPUTE, COPIES, TIME_CLASSES, RankPart
 from traceloom.graph.job import ENDS_TOGETHER
-from traceloom.system.units import duration
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.system.units import format_duration
+from traceloom.trace.frames import build_schema, cast_to_schema
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-BEGAN = "began_later"
+BEGAN_LATER = "began_later"
 """What it was late by already where counting begins, beyond what standing in the anchor made up for."""
 
-SCHEDULE = "pipeline_schedule"
+PIPELINE_SCHEDULE = "pipeline_schedule"
 """The part of a wait for a message that the same stages of other pipelines wait as well."""
 
-PEER = "peer_came_early"
+PEER_CAME_EARLY = "peer_came_early"
 """What the account of the last arriver does not hold, because its peer came earlier than those of other pipelines."""
 
-CAUSE_WORDS = {
+CAUSE_LABELS = {
     **CAUSES,
     COMPUTE: "it computed longer",
     COMMUNICATION: "it waited in an earlier communication",
-    MEMORY: "it copied longer",
-    SCHEDULE: "the order of the pipeline: other pipelines wait as well",
-    PEER: "its peer came earlier than those of other pipelines",
-    BEGAN: "it was behind already where counting begins (the last meeting, the step, the recording)",
+    COPIES: "it copied longer",
+    PIPELINE_SCHEDULE: "the order of the pipeline: other pipelines wait as well",
+    PEER_CAME_EARLY: "its peer came earlier than those of other pipelines",
+    BEGAN_LATER: "it was behind already where counting begins (the last meeting, the step, the recording)",
 }
 """Every cause of lateness in a few words."""
 
-CAUSE_NAMES = (*CLASSES, SCHEDULE, PEER, BEGAN)
+CAUSE_NAMES = (*TIME_CLASSES, PIPELINE_SCHEDULE, PEER_CAME_EARLY, BEGAN_LATER)
 CauseType = pl.Enum(CAUSE_NAMES)
-NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER, BEGAN)
+NOT_EXPLAINED = ("unexplained", "host_unobserved", "launch_not_recorded", PEER_CAME_EARLY, BEGAN_LATER)
 """Causes that name no reason."""
 
-_ANCHORS = (*ENDS_TOGETHER, "send_recv")
-_COMMUNICATION = CLASSES.index(COMMUNICATION)
-_SCHEDULE, _PEER, _BEGAN = (CAUSE_NAMES.index(name) for name in (SCHEDULE, PEER, BEGAN))
-_STANDS = 0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
+_ANCHOR_KINDS = (*ENDS_TOGETHER, "send_recv")
+_COMMUNICATION_CODE = TIME_CLASSES.index(COMMUNICATION)
+_SCHEDULE_CODE, _PEER_CODE, _BEGAN_CODE = (
+    CAUSE_NAMES.index(name) for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY, BEGAN_LATER)
+)
+_MIN_IDLE_SHARE = 0.5  # of the waiting that nothing hides at least: the ranks stood, and began again together
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Arrivals(Struct, frozen=True):
     end_place: Ints
 
 
-def lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.DataFrame) -> Lateness:
+def compute_lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.DataFrame) -> Lateness:
     """Compare every last arriver with the others. Definition: docs/concepts/across-ranks.md.
 
     Args:
@@ -103,18 +105,18 @@ def lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.
         matched: Their collectives.
         stages: rank, pipeline, stage (of `pipeline`); may be empty.
     """
-    many = matched.instances.height
+    collective_count = matched.instances.height
     part = matched.parts["part"].to_numpy()
     start_place, end_place = (np.zeros(matched.parts.height, dtype=np.int64) for _ in range(2))
     duration = matched.parts["duration_ns"].to_numpy()
     for number, rank in enumerate(ranks):
-        of_rank = np.flatnonzero(part == number)
+        rank_rows = np.flatnonzero(part == number)
         calls = rank.calls.select("event", "start_ns").unique("event", keep="first")
-        events = matched.parts["event"][of_rank].to_frame()
+        events = matched.parts["event"][rank_rows].to_frame()
         # on the rank's own clock, as its ledger is
         starts = events.join(calls, on="event", how="left", maintain_order="left")["start_ns"].to_numpy()
-        start_place[of_rank] = rank.ledger.at(starts)
-        end_place[of_rank] = rank.ledger.at(starts + duration[of_rank])
+        start_place[rank_rows] = rank.ledger.at(starts)
+        end_place[rank_rows] = rank.ledger.at(starts + duration[rank_rows])
     rows = _Arrivals(
         inst=matched.parts["instance"].rank("dense").to_numpy().astype(np.int64) - 1,
         part=part,
@@ -125,69 +127,71 @@ def lateness(ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.
         start_place=start_place,
         end_place=end_place,
     )
-    anchor = _anchors(ranks, matched, rows)
-    base, stood = _counting_start(ranks, rows, anchor)
+    anchor = _find_anchors(ranks, matched, rows)
+    base, counting_start = _find_counting_start(ranks, rows, anchor)
     last = np.flatnonzero(rows.last)
     # the last arriver is compared with the middle half, by arrival, of those that were not last
     size = np.bincount(rows.inst)
     first = np.concatenate([[0], np.cumsum(size)[:-1]])[: size.size]
     order = np.lexsort((rows.begun, rows.last, rows.inst))  # in each collective by arrival, the last at the end
-    at = np.empty(order.size, dtype=np.int64)
-    at[order] = np.arange(order.size) - first[rows.inst[order]]
-    rest = size[rows.inst] - 1
-    others: Bools = (at >= rest // 4) & (at < rest - rest // 4) & (base >= 0)
-    spent = np.zeros((rows.part.size, len(CLASSES)), dtype=np.int64)  # by each row of parts since counting began
+    arrival_index = np.empty(order.size, dtype=np.int64)
+    arrival_index[order] = np.arange(order.size) - first[rows.inst[order]]
+    last_index = size[rows.inst] - 1
+    is_peer: Bools = (arrival_index >= last_index // 4) & (arrival_index < last_index - last_index // 4) & (base >= 0)
+    spent = np.zeros((rows.part.size, len(TIME_CLASSES)), dtype=np.int64)  # by each row of parts since counting began
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
         begun = rank.ledger.sums[np.maximum(base[own_rows], 0)]
         # standing in the anchor is no cause; what was computed beside it need not be computed after it
-        begun[:, _COMMUNICATION] = rank.ledger.sums[np.maximum(stood[own_rows], 0), _COMMUNICATION]
+        begun[:, _COMMUNICATION_CODE] = rank.ledger.sums[np.maximum(counting_start[own_rows], 0), _COMMUNICATION_CODE]
         spent[own_rows] = rank.ledger.sums[rows.start_place[own_rows]] - begun
-    compared = (base[last] >= 0) & (np.bincount(rows.inst[others], minlength=many) > 0)
-    late, excess = _excess(rows, spent, others, many)
+    compared = (base[last] >= 0) & (np.bincount(rows.inst[is_peer], minlength=collective_count) > 0)
+    late, excess = _compute_excess(rows, spent, is_peer, collective_count)
     late[~compared], excess[~compared] = 0, 0
-    pairs, more, usual = _pair_excess(matched, stages, spent, base, last)
-    excess[pairs, : len(CLASSES)], excess[pairs, -1] = more, 0
-    excess[pairs, _SCHEDULE] = np.clip(usual, 0, late[pairs])
-    excess[pairs, _PEER] = late[pairs] - more.sum(axis=1) - excess[pairs, _SCHEDULE]
+    pairs, pair_excess, schedule_ns = _compute_pair_excess(matched, stages, spent, base, last)
+    excess[pairs, : len(TIME_CLASSES)], excess[pairs, -1] = pair_excess, 0
+    excess[pairs, _SCHEDULE_CODE] = np.clip(schedule_ns, 0, late[pairs])
+    excess[pairs, _PEER_CODE] = late[pairs] - pair_excess.sum(axis=1) - excess[pairs, _SCHEDULE_CODE]
     beyond = excess.copy()
-    beyond[:, [_SCHEDULE, _PEER]] = 0
+    beyond[:, [_SCHEDULE_CODE, _PEER_CODE]] = 0
     cause = np.where(compared, np.argmax(excess, axis=1), len(CAUSE_NAMES) - 1)
     excess_cause = np.where(compared, np.argmax(beyond, axis=1), len(CAUSE_NAMES) - 1)
-    follow = _earlier_collective(rows, stood, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE])
+    follow = _find_earlier_collective(rows, counting_start, excess_cause, rows.wait - excess[rows.inst, _SCHEDULE_CODE])
     was_last = (anchor >= 0) & (rows.part[last[np.maximum(anchor, 0)]] == rows.part[last])
-    follow = np.where(compared & was_last & (excess_cause == _BEGAN), anchor, follow)
-    return Lateness(late, excess, follow, cause, excess_cause, last, others, base, stood, rows.start_place)
+    follow = np.where(compared & was_last & (excess_cause == _BEGAN_CODE), anchor, follow)
+    return Lateness(late, excess, follow, cause, excess_cause, last, is_peer, base, counting_start, rows.start_place)
 
 
-def _anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: _Arrivals) -> Ints:
+def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: _Arrivals) -> Ints:
     """Of each collective its anchor: the latest one before at whose end all its ranks stood together; -1 without.
 
     It held all recorded ranks of the collective, they stood idle while they waited in it, and it was over when the last
     one came. Who computes on beside a collective does not stand: what it was late by there, it is late by afterwards.
     """
     parts, instances = matched.parts, matched.instances
-    many = instances.height
+    collective_count = instances.height
     exposed = np.zeros(rows.part.size, dtype=np.int64)
     for number, rank in enumerate(ranks):
         own_rows = np.flatnonzero(rows.part == number)
-        sums = rank.ledger.sums[:, _COMMUNICATION]
+        sums = rank.ledger.sums[:, _COMMUNICATION_CODE]
         exposed[own_rows] = sums[rows.end_place[own_rows]] - sums[rows.start_place[own_rows]]
-    waited, idle_ns = np.zeros((2, many), dtype=np.int64)
+    waited, idle_ns = np.zeros((2, collective_count), dtype=np.int64)
     np.add.at(waited, rows.inst, rows.wait)
     np.add.at(idle_ns, rows.inst, np.minimum(exposed, rows.wait))
-    stood = idle_ns >= _STANDS * waited
-    masks: list[int] = [0] * many  # of the ranks of each collective
+    is_idle = idle_ns >= _MIN_IDLE_SHARE * waited
+    masks: list[int] = [0] * collective_count  # of the ranks of each collective
     for number, part in zip(rows.inst.tolist(), parts["part"].to_list(), strict=True):
         masks[number] |= 1 << part
-    usable = instances["kind"].is_in(_ANCHORS).fill_null(value=True).to_numpy() & stood
+    usable = instances["kind"].is_in(_ANCHOR_KINDS).fill_null(value=True).to_numpy() & is_idle
     met = instances["met_ns"].to_numpy()
-    ends = parts.group_by("instance", maintain_order=True).agg((pl.col("start_ns") + pl.col("duration_ns")).max())
-    end = ends["start_ns"].to_numpy()
+    instance_ends = parts.group_by("instance", maintain_order=True).agg(
+        (pl.col("start_ns") + pl.col("duration_ns")).max()
+    )
+    end = instance_ends["start_ns"].to_numpy()
     different = list(dict.fromkeys(masks))
     code = {mask: number for number, mask in enumerate(different)}
     codes = np.array([code[mask] for mask in masks], dtype=np.int64)
-    anchor = np.full(many, -1, dtype=np.int64)
+    anchor = np.full(collective_count, -1, dtype=np.int64)
     for mask in different:
         wide = np.array([bool(other & mask == mask) for other in different])
         candidates = np.flatnonzero(usable & wide[codes])
@@ -201,7 +205,7 @@ def _anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: _Arri
     return anchor
 
 
-def _counting_start(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> tuple[Ints, Ints]:
+def _find_counting_start(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) -> tuple[Ints, Ints]:
     """Where counting begins, in places of the ledgers: arrival at the anchor; and the end of standing in it.
 
     Without an anchor both are the start of the step, if all have it, else of the recording.
@@ -221,31 +225,31 @@ def _counting_start(ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints) ->
         starts = dict(zip(rank.steps["step"].to_list(), rank.steps["start_ns"].to_list(), strict=True))
         if own_rows.size and starts:
             times = np.array([starts.get(step, -1) for step in rows.step[own_rows].tolist()], dtype=np.int64)
-            places = rank.ledger.at(np.maximum(times, rank.ledger.time_ns[0]))
-            in_step[own_rows] = np.where((times >= 0) & (places <= rows.start_place[own_rows]), places, -1)
+            time_places = rank.ledger.at(np.maximum(times, rank.ledger.time_ns[0]))
+            in_step[own_rows] = np.where((times >= 0) & (time_places <= rows.start_place[own_rows]), time_places, -1)
     all_know = np.ones(int(rows.inst.max()) + 1, dtype=np.bool_)
     np.logical_and.at(all_know, rows.inst[free], in_step[free] >= 0)
     base[free] = np.where(all_know[rows.inst[free]], in_step[free], 0)
     # a receive may stand on its stream already when the rank comes to the anchor on another
-    stood = np.where(free, base, rows.end_place[candidate])
-    return np.minimum(base, rows.start_place), np.minimum(stood, rows.start_place)
+    counting_start = np.where(free, base, rows.end_place[candidate])
+    return np.minimum(base, rows.start_place), np.minimum(counting_start, rows.start_place)
 
 
-def _excess(rows: _Arrivals, spent: Ints, others: Bools, many: int) -> tuple[Ints, Ints]:
+def _compute_excess(rows: _Arrivals, spent: Ints, is_peer: Bools, collective_count: int) -> tuple[Ints, Ints]:
     """Lateness against the mean of the others, and its parts; what the classes do not hold lies before the base."""
-    inst, last = rows.inst[others], np.flatnonzero(rows.last)
-    count = np.maximum(np.bincount(inst, minlength=many), 1)
+    inst, last = rows.inst[is_peer], np.flatnonzero(rows.last)
+    count = np.maximum(np.bincount(inst, minlength=collective_count), 1)
 
     def beyond(values: Ints) -> Ints:
         # against the last arriver's own, so that times since 1970 keep their digits
-        less = np.zeros(many, dtype=np.int64)
-        np.add.at(less, inst, values[last][inst] - values[others])
+        less = np.zeros(collective_count, dtype=np.int64)
+        np.add.at(less, inst, values[last][inst] - values[is_peer])
         difference: Ints = np.rint(less / count).astype(np.int64)
         return difference
 
     late = beyond(rows.begun)
-    excess = np.zeros((many, len(CAUSE_NAMES)), dtype=np.int64)
-    for number in range(len(CLASSES)):
+    excess = np.zeros((collective_count, len(CAUSE_NAMES)), dtype=np.int64)
+    for number in range(len(TIME_CLASSES)):
         column = np.ascontiguousarray(spent[:, number])
         if column.any():
             excess[:, number] = beyond(column)
@@ -253,7 +257,7 @@ def _excess(rows: _Arrivals, spent: Ints, others: Bools, many: int) -> tuple[Int
     return late, excess
 
 
-def _pair_excess(
+def _compute_pair_excess(
     matched: MatchedCollectives, stages: pl.DataFrame, spent: Ints, base: Ints, last: Ints
 ) -> tuple[Ints, Ints, Ints]:
     """What the last arrivers of pairs spent more than the same stage of the other pipelines in the same step.
@@ -283,9 +287,9 @@ def _pair_excess(
     staged = parts.join(
         pairs.select("number", "instance", "step", "met_ns"), on="instance", how="inner", maintain_order="left"
     ).join(stages.select("rank", "pipeline", "stage"), on="rank", how="inner", maintain_order="left")
-    ends = staged.select("number", "sends", "stage")
+    pair_stages = staged.select("number", "sends", "stage")
     for word, sends in (("from", True), ("to", False)):
-        side = ends.filter(pl.col("sends") == sends).select("number", pl.col("stage").alias(word))
+        side = pair_stages.filter(pl.col("sends") == sends).select("number", pl.col("stage").alias(word))
         staged = staged.join(side, on="number", how="inner", maintain_order="left")
     nth = pl.int_range(pl.len()).over("step", "rank", "sends", "from", "to").alias("nth")
     rows = staged.sort("met_ns", "number").with_columns(nth)
@@ -307,11 +311,11 @@ def _pair_excess(
     return middle["number"].to_numpy().astype(np.int64), excess, middle["late"].to_numpy()
 
 
-def _earlier_collective(rows: _Arrivals, stood: Ints, cause: Ints, wait: Ints) -> Ints:
+def _find_earlier_collective(rows: _Arrivals, counting_start: Ints, cause: Ints, wait: Ints) -> Ints:
     """Where communication made a rank late: the collective in which it then waited longest, beyond what is usual."""
     last = np.flatnonzero(rows.last)
     follow = np.full(last.size, -1, dtype=np.int64)
-    candidates = np.flatnonzero(cause == _COMMUNICATION)
+    candidates = np.flatnonzero(cause == _COMMUNICATION_CODE)
     rows_of: dict[int, Ints] = {}
     for number in np.unique(rows.part[last[candidates]]).tolist():
         own_rows = np.flatnonzero(rows.part == number)
@@ -319,12 +323,12 @@ def _earlier_collective(rows: _Arrivals, stood: Ints, cause: Ints, wait: Ints) -
     for number in candidates.tolist():
         row = int(last[number])
         own_rows = rows_of[int(rows.part[row])]
-        low = np.searchsorted(rows.end_place[own_rows], stood[row], side="right")
+        low = np.searchsorted(rows.end_place[own_rows], counting_start[row], side="right")
         high = np.searchsorted(rows.end_place[own_rows], rows.start_place[row], side="right")
-        inside = own_rows[low:high]
-        inside = inside[(rows.inst[inside] != number) & (wait[inside] > 0)]
-        if inside.size:
-            follow[number] = rows.inst[inside[int(np.argmax(wait[inside]))]]
+        earlier_waits = own_rows[low:high]
+        earlier_waits = earlier_waits[(rows.inst[earlier_waits] != number) & (wait[earlier_waits] > 0)]
+        if earlier_waits.size:
+            follow[number] = rows.inst[earlier_waits[int(np.argmax(wait[earlier_waits]))]]
     return follow
 
 
@@ -344,17 +348,17 @@ def follow_to_root(late: Lateness, met_ns: Ints) -> tuple[Ints, Ints]:
     return root, late.excess_cause[root]
 
 
-COLLECTIVE_SCHEMA = schema(
+COLLECTIVE_SCHEMA = build_schema(
     INSTANCE_SCHEMA,
     "late_ns cause cause_ns explained_ns unexplained_ns schedule_ns root_instance root_rank root_cause",
     {"cause": CauseType, "root_cause": CauseType},
 )
-RANK_SCHEMA = schema("rank host collective_count last_count wait_ns blame_ns root_ns alone_ns")
-HOST_SCHEMA = schema("host collective_count last_count wait_ns blame_ns root_ns alone_ns")
-HEAT_SCHEMA = schema("step rank wait_ns blame_ns root_ns")
-REASON_SCHEMA = schema("rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType})
+RANK_SCHEMA = build_schema("rank host collective_count last_count wait_ns blame_ns root_ns alone_ns")
+HOST_SCHEMA = build_schema("host collective_count last_count wait_ns blame_ns root_ns alone_ns")
+HEAT_SCHEMA = build_schema("step rank wait_ns blame_ns root_ns")
+REASON_SCHEMA = build_schema("rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType})
 
-_BEYOND = pl.col("wait_ns") - pl.col("schedule_ns")  # what the order of a pipeline does not ask for
+_UNSCHEDULED_WAIT = pl.col("wait_ns") - pl.col("schedule_ns")  # what the order of a pipeline does not ask for
 
 
 def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
@@ -364,7 +368,9 @@ def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
     root, root_cause = follow_to_root(lateness, frame["met_ns"].to_numpy())
     names = pl.Series(list(CAUSE_NAMES), dtype=CauseType)
     nameless = [CAUSE_NAMES.index(name) for name in NOT_EXPLAINED]
-    usual, peer = (lateness.excess_ns[:, CAUSE_NAMES.index(name)] for name in (SCHEDULE, PEER))
+    schedule_ns, peer = (
+        lateness.excess_ns[:, CAUSE_NAMES.index(name)] for name in (PIPELINE_SCHEDULE, PEER_CAME_EARLY)
+    )
     lost = lateness.excess_ns[:, nameless].sum(axis=1)
     return frame.with_columns(
         pl.Series("late_ns", lateness.late_ns),
@@ -373,14 +379,14 @@ def add_causes(matched: MatchedCollectives, lateness: Lateness) -> pl.DataFrame:
         pl.Series("explained_ns", lateness.late_ns - lost),
         pl.Series("unexplained_ns", lost),
         # who waits longer only because it came earlier waits for the order, too
-        pl.min_horizontal(pl.Series("schedule_ns", usual + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
+        pl.min_horizontal(pl.Series("schedule_ns", schedule_ns + np.maximum(peer, 0)), "wait_ns").alias("schedule_ns"),
         frame["instance"][root].alias("root_instance"),
         frame["last_rank"][root].alias("root_rank"),
         names[root_cause].alias("root_cause"),
     ).pipe(cast_to_schema, COLLECTIVE_SCHEMA)
 
 
-def by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFrame:
+def summarize_by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFrame:
     """How long each rank waited, and how long the others waited for it."""
     schema = {"rank": pl.Int32(), "host": pl.String()}
     hosts = pl.DataFrame({"rank": matched.ranks, "host": matched.hosts}, schema=schema)
@@ -390,7 +396,7 @@ def by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFr
     blame = collectives.group_by(rank="last_rank").agg(
         pl.col("wait_ns").sum().alias("blame_ns"), pl.col("alone_ns").sum()
     )
-    root = collectives.group_by(rank="root_rank").agg(_BEYOND.sum().alias("root_ns"))
+    root = collectives.group_by(rank="root_rank").agg(_UNSCHEDULED_WAIT.sum().alias("root_ns"))
     out = hosts.unique("rank", keep="first", maintain_order=True)
     for part in (waits, blame, root):
         out = out.join(part, on="rank", how="left", maintain_order="left")
@@ -398,7 +404,7 @@ def by_rank(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.DataFr
     return filled.pipe(cast_to_schema, RANK_SCHEMA).sort("rank")
 
 
-def by_host(ranks: pl.DataFrame) -> pl.DataFrame:
+def summarize_by_host(ranks: pl.DataFrame) -> pl.DataFrame:
     """The same, added over the ranks of each host."""
     sums = ranks.group_by("host", maintain_order=True).agg(pl.col(name).sum() for name in HOST_SCHEMA if name != "host")
     return sums.sort("root_ns", "host", descending=[True, False])
@@ -408,7 +414,7 @@ def wait_heat_map(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.
     """Steps × ranks: how long each rank waited in a step, and how long it kept others waiting."""
     waits = matched.parts.group_by("step", "rank").agg(pl.col("wait_ns").sum())
     blame = collectives.group_by("step", rank="last_rank").agg(pl.col("wait_ns").sum().alias("blame_ns"))
-    root = collectives.group_by("step", rank="root_rank").agg(_BEYOND.sum().alias("root_ns"))
+    root = collectives.group_by("step", rank="root_rank").agg(_UNSCHEDULED_WAIT.sum().alias("root_ns"))
     keys = pl.concat([part.select("step", "rank") for part in (waits, blame, root)]).unique()
     for part in (waits, blame, root):
         keys = keys.join(part, on=["step", "rank"], how="left", nulls_equal=True)
@@ -436,13 +442,13 @@ class SlowRank:
     cause: str
 
 
-def slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
+def find_slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
     """The ranks where the chains of these collectives end, the one with the most waiting first."""
-    waits = collectives.filter(_BEYOND > 0, pl.col("root_rank").is_not_null())
-    whole = int(waits.select(_BEYOND.sum()).item())
+    waits = collectives.filter(_UNSCHEDULED_WAIT > 0, pl.col("root_rank").is_not_null())
+    total_ns = int(waits.select(_UNSCHEDULED_WAIT.sum()).item())
     causes = (
         waits.group_by("root_rank", "root_cause")
-        .agg(_BEYOND.sum().alias("ns"), count=pl.len())
+        .agg(_UNSCHEDULED_WAIT.sum().alias("ns"), count=pl.len())
         .sort("ns", "root_cause", descending=[True, False])
     )
     ranks = (
@@ -450,17 +456,17 @@ def slow_ranks(collectives: pl.DataFrame) -> list[SlowRank]:
         .agg(pl.col("ns", "count").sum(), pl.col("root_cause").first().cast(pl.String))
         .sort("ns", "root_rank", descending=[True, False])
     )
-    return [SlowRank(rank, ns, ns / whole, count, cause) for rank, ns, count, cause in ranks.rows()]
+    return [SlowRank(rank, ns, ns / total_ns, count, cause) for rank, ns, count, cause in ranks.rows()]
 
 
-def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
+def summarize_reasons(collectives: pl.DataFrame) -> pl.DataFrame:
     """By the rank and the cause where chains end: how long others waited for that, the largest first.
 
     The part of a wait that is the order of a pipeline is told apart, with the rank that was awaited.
     """
     beyond = pl.col("late_ns") - pl.col("schedule_ns")
-    chained = collectives.select(rank="root_rank", cause="root_cause", waited_ns=_BEYOND, late_ns=beyond)
-    schedule = pl.lit(SCHEDULE, CauseType)
+    chained = collectives.select(rank="root_rank", cause="root_cause", waited_ns=_UNSCHEDULED_WAIT, late_ns=beyond)
+    schedule = pl.lit(PIPELINE_SCHEDULE, CauseType)
     ordered = collectives.select(rank="last_rank", cause=schedule, waited_ns="schedule_ns", late_ns="schedule_ns")
     return (
         pl.concat([chained, ordered])
@@ -477,15 +483,17 @@ def reasons(collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-LINK_SCHEMA = schema("chain link instance rank late_ns cause ns detail follows", {"link": pl.Int32, "cause": CauseType})
-_LONGEST = 8
-_SMALL = 0.02  # of the lateness: smaller parts are told together
+LINK_SCHEMA = build_schema(
+    "chain link instance rank late_ns cause ns detail follows", {"link": pl.Int32, "cause": CauseType}
+)
+_MAX_CHAIN_LENGTH = 8
+_MIN_PART_SHARE = 0.02  # of the lateness: smaller parts are told together
 
 
-def chains(
-    ranks: Sequence[RankPart], matched: MatchedCollectives, collectives: pl.DataFrame, lateness: Lateness, most: int
+def build_chains(
+    ranks: Sequence[RankPart], matched: MatchedCollectives, collectives: pl.DataFrame, lateness: Lateness, limit: int
 ) -> pl.DataFrame:
-    """The chains of the `most` collectives with the longest waits.
+    """The chains of the `limit` collectives with the longest waits.
 
     Returns:
         chain (instance it explains), link (0 = the last arriver of that), instance (whose last arriver the link is
@@ -494,74 +502,78 @@ def chains(
         the rank waited in: the next link is about its last arriver).
     """
     order = collectives.with_row_index("row").filter(pl.col("wait_ns") > 0)
-    worst = order.sort("wait_ns", "instance", descending=[True, False]).head(most)["row"].to_list()
+    worst = order.sort("wait_ns", "instance", descending=[True, False]).head(limit)["row"].to_list()
     numbers = collectives["instance"].to_list()
     met = collectives["met_ns"].to_list()
     rows: list[tuple[object, ...]] = []
     causes_of: dict[int, list[tuple[object, ...]]] = {}
     for start in worst:
-        at, link = start, 0
+        current, link = start, 0
         while True:
-            if at not in causes_of:  # the largest cause first; they add up to its lateness
-                excess = lateness.excess_ns[at].tolist()
-                least = max(int(abs(int(lateness.late_ns[at])) * _SMALL), 1)
+            if current not in causes_of:  # the largest cause first; they add up to its lateness
+                excess = lateness.excess_ns[current].tolist()
+                min_ns = max(int(abs(int(lateness.late_ns[current])) * _MIN_PART_SHARE), 1)
                 large = [
                     number
-                    for number in np.argsort(-lateness.excess_ns[at], kind="stable").tolist()
-                    if abs(excess[number]) >= least
+                    for number in np.argsort(-lateness.excess_ns[current], kind="stable").tolist()
+                    if abs(excess[number]) >= min_ns
                 ]
-                causes_of[at] = [
-                    (CAUSE_NAMES[number], excess[number], _detail(ranks, matched, lateness, at, CAUSE_NAMES[number]))
+                causes_of[current] = [
+                    (
+                        CAUSE_NAMES[number],
+                        excess[number],
+                        _describe_detail(ranks, matched, lateness, current, CAUSE_NAMES[number]),
+                    )
                     for number in large
                 ]
-                rest = sum(excess) - sum(excess[number] for number in large)
-                if rest:
-                    causes_of[at].append((None, rest, "smaller parts together"))
-            onward = int(lateness.follow[at])
-            goes_on = onward >= 0 and met[onward] < met[at] and link + 1 < _LONGEST
+                remaining_ns = sum(excess) - sum(excess[number] for number in large)
+                if remaining_ns:
+                    causes_of[current].append((None, remaining_ns, "smaller parts together"))
+            onward = int(lateness.follow[current])
+            goes_on = onward >= 0 and met[onward] < met[current] and link + 1 < _MAX_CHAIN_LENGTH
             follows = numbers[onward] if goes_on else None
-            rank = collectives["last_rank"][at]
-            head = (numbers[start], link, numbers[at], rank, int(lateness.late_ns[at]))
-            leads = CAUSE_NAMES[lateness.excess_cause[at]]
-            rows += [(*head, *cause, follows if cause[0] == leads else None) for cause in causes_of[at]]
+            rank = collectives["last_rank"][current]
+            head = (numbers[start], link, numbers[current], rank, int(lateness.late_ns[current]))
+            leads = CAUSE_NAMES[lateness.excess_cause[current]]
+            rows += [(*head, *cause, follows if cause[0] == leads else None) for cause in causes_of[current]]
             if not goes_on:
                 break
-            at, link = onward, link + 1
+            current, link = onward, link + 1
     return pl.DataFrame(rows, schema=LINK_SCHEMA, orient="row")
 
 
-def _detail(
-    ranks: Sequence[RankPart], matched: MatchedCollectives, lateness: Lateness, at: int, cause: str
+def _describe_detail(
+    ranks: Sequence[RankPart], matched: MatchedCollectives, lateness: Lateness, collective: int, cause: str
 ) -> str | None:
     """What the last arriver spent more time on than the others within a class: its collectives, or the largest."""
-    if cause not in CLASSES:
+    if cause not in TIME_CLASSES:
         return None
     parts = matched.parts
-    row = int(lateness.last_part[at])
+    row = int(lateness.last_part[collective])
     if cause == COMMUNICATION:  # the collectives that it was in since counting began
         own_rows = np.flatnonzero(parts["part"].to_numpy() == parts["part"][row])
         position = lateness.start_of_part[own_rows]
-        inside = own_rows[(position >= lateness.stood_of_part[row]) & (position < lateness.start_of_part[row])]
-        if not inside.size:
+        waits_between = own_rows[(position >= lateness.stood_of_part[row]) & (position < lateness.start_of_part[row])]
+        if not waits_between.size:
             return None
-        waits = parts["wait_ns"].gather(inside)
-        longest = inside[int(waits.arg_max() or 0)]
+        waits = parts["wait_ns"].gather(waits_between)
+        longest = waits_between[int(waits.arg_max() or 0)]
         last = matched.instances.filter(pl.col("instance") == parts["instance"][int(longest)])["last_rank"][0]
-        many = "1 collective" if inside.size == 1 else f"{inside.size} collectives"
-        return f"{many}, waiting {duration(int(waits.sum()))}; longest for rank {last}"
+        count_text = "1 collective" if waits_between.size == 1 else f"{waits_between.size} collectives"
+        return f"{count_text}, waiting {format_duration(int(waits.sum()))}; longest for rank {last}"
     instance = parts["instance"].to_numpy()
     low, high = (int(np.searchsorted(instance, instance[row], side)) for side in ("left", "right"))
-    others = low + np.flatnonzero(lateness.others[low:high])
+    peers = low + np.flatnonzero(lateness.others[low:high])
     # time in the class since counting began, by name: its own less that of the others, times their number
     times = []
-    for of in (row, *others.tolist()):
-        details = ranks[parts["part"][of]].ledger.details
-        bounds = lateness.base_of_part[of], lateness.start_of_part[of]
+    for part_row in (row, *peers.tolist()):
+        details = ranks[parts["part"][part_row]].ledger.details
+        bounds = lateness.base_of_part[part_row], lateness.start_of_part[part_row]
         first, last = np.searchsorted(details["stretch"].to_numpy(), bounds).tolist()
         times.append(details[first:last])
-    weight = np.repeat([max(others.size, 1), *[-1] * others.size], [time.height for time in times])
-    more = pl.concat(times).hstack([pl.Series("weight", weight)]).filter(pl.col("class") == cause)
-    more = more.group_by("name").agg((pl.col("ns") * pl.col("weight")).sum())
-    largest = more.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
-    clauses = [f"{name} +{duration(round(ns / max(others.size, 1)))}" for name, ns in largest.rows()]
+    weight = np.repeat([max(peers.size, 1), *[-1] * peers.size], [time.height for time in times])
+    class_times = pl.concat(times).hstack([pl.Series("weight", weight)]).filter(pl.col("class") == cause)
+    class_times = class_times.group_by("name").agg((pl.col("ns") * pl.col("weight")).sum())
+    largest = class_times.filter(pl.col("ns") > 0).sort("ns", "name", descending=[True, False]).head(2)
+    clauses = [f"{name} +{format_duration(round(ns / max(peers.size, 1)))}" for name, ns in largest.rows()]
     return "; ".join(clauses) or None

@@ -14,23 +14,29 @@ import numpy as np
 import polars as pl
 from msgspec import structs
 
-from traceloom.analyze.gpu_work import UNKNOWN, SubmittedWork, as_plain_array, stream_waits, submissions
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import per_step, spread_schema, whole_steps
+from traceloom.analyze.gpu_work import (
+    MISSING_VALUE,
+    LaunchedWork,
+    collect_launched_work,
+    convert_to_ndarray,
+    find_stream_waits,
+)
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import build_spread_schema, select_whole_steps, summarize_per_step
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, row_numbers, to_nullable_series
-from traceloom.trace.batch import TRACE, gathered, of_each, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import build_event_column, get_event_column, to_nullable_series
+from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, gather_by_trace, run_in_batches, split_by_trace
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-DEEP = 900
+MIN_QUEUE_DEPTH = 900
 """Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per stream."""
-_LONGER_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
-_QUEUE_TIMES = 2.5
-_AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
-_CLOCK_NS = 2_000
+_MIN_HELD_UP_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+_HELD_UP_FACTOR = 2.5
+_MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
+_CLOCK_TOLERANCE_NS = 2_000
 
-QUEUES = schema(
+QUEUES = build_schema(
     "device stream launch_count work_count unknown_count max_launches mean_launches",
     "max_works mean_works window_ns empty_ns deep_ns held_count held_ns capacity",
 )
@@ -38,7 +44,7 @@ QUEUES = schema(
 launches and pieces of work and their means over the window (first call or work .. last end); empty_ns in which nothing
 is pending, deep_ns with at least 900 launches pending; launch calls that were held up by a full queue, for how long
 beyond the usual, and how many launches the queue held then (null where none was held up)."""
-CURVE = schema("device stream time_ns launches works")
+CURVE = build_schema("device stream time_ns launches works")
 
 
 class BlockedLaunches(NamedTuple):
@@ -64,15 +70,15 @@ class _Curve(NamedTuple):
     works: Ints
 
 
-def curve(made: SubmittedWork) -> pl.DataFrame:
+def build_depth_curve(submitted: LaunchedWork) -> pl.DataFrame:
     """How many launches and pieces of work are pending on each stream after every change: `CURVE`."""
-    depths = _curve(made)
-    bounds = made.bounds()[:-1]
+    depths = _compute_depths(submitted)
+    bounds = submitted.bounds()[:-1]
     lane_start = bounds[depths.lane] if bounds.size else depths.lane
     return pl.DataFrame(
         {
-            "device": to_nullable_series(made.device[lane_start], pl.Int32, UNKNOWN),
-            "stream": to_nullable_series(made.stream[lane_start], pl.Int64, UNKNOWN),
+            "device": to_nullable_series(submitted.device[lane_start], pl.Int32, MISSING_VALUE),
+            "stream": to_nullable_series(submitted.stream[lane_start], pl.Int64, MISSING_VALUE),
             "time_ns": depths.time,
             "launches": depths.launches,
             "works": depths.works,
@@ -81,20 +87,20 @@ def curve(made: SubmittedWork) -> pl.DataFrame:
     )
 
 
-def _curve(made: SubmittedWork) -> _Curve:
+def _compute_depths(submitted: LaunchedWork) -> _Curve:
     """+1 where a call begins, -1 where its work starts: per piece of work, and per launch where its first one starts.
 
     Work that seems to start before its call (clocks differ) starts with it, so that no depth is negative.
     """
-    recorded = np.flatnonzero(made.known)
+    recorded = np.flatnonzero(submitted.known)
     first = np.zeros(recorded.size, dtype=np.int64)  # 1 for the first work of its launch on its lane
     if recorded.size:
-        pair = made.launch[recorded] * (int(made.lane.max()) + 1) + made.lane[recorded]
-        order = np.lexsort((made.start[recorded], pair))
+        pair = submitted.launch[recorded] * (int(submitted.lane.max()) + 1) + submitted.lane[recorded]
+        order = np.lexsort((submitted.start[recorded], pair))
         first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
-    begun = made.call_start[recorded]
-    started = np.maximum(made.start[recorded], begun)
-    lane = np.tile(made.lane[recorded], 2)
+    begun = submitted.call_start[recorded]
+    started = np.maximum(submitted.start[recorded], begun)
+    lane = np.tile(submitted.lane[recorded], 2)
     time = np.concatenate([begun, started])
     works = np.repeat([1, -1], recorded.size)
     launches = works * np.tile(first, 2)
@@ -106,67 +112,71 @@ def _curve(made: SubmittedWork) -> _Curve:
     return _Curve(lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last])
 
 
-def merge_streams(made: SubmittedWork) -> SubmittedWork:
+def merge_streams(submitted: LaunchedWork) -> LaunchedWork:
     """The same with all streams of a device as one lane: for the depths of whole devices, whose stream is null."""
-    opens = np.diff(made.device, prepend=made.device[:1] - 1) != 0
-    return structs.replace(made, lane=np.cumsum(opens) - 1, stream=np.full(made.row.size, UNKNOWN, dtype=np.int64))
+    opens = np.diff(submitted.device, prepend=submitted.device[:1] - 1) != 0
+    return structs.replace(
+        submitted, lane=np.cumsum(opens) - 1, stream=np.full(submitted.row.size, MISSING_VALUE, dtype=np.int64)
+    )
 
 
-def find_blocked_launches(trace: Trace, made: SubmittedWork) -> BlockedLaunches:
+def find_blocked_launches(trace: Trace, submitted: LaunchedWork) -> BlockedLaunches:
     """Launch calls that a full queue held up.
 
     Such a call finds at least 900 launches pending, is longer than calls of its name usually are (by 8 µs and 2.5
     times), and returns within 100 µs after the end of earlier work of its stream, which made room.
     """
-    lanes = [(low, high) for low, high in pairwise(made.bounds().tolist()) if high - low >= DEEP]
+    lanes = [(low, high) for low, high in pairwise(submitted.bounds().tolist()) if high - low >= MIN_QUEUE_DEPTH]
     nothing = np.zeros(0, dtype=np.int64)
     parts = [(nothing, nothing, nothing)]
-    usual = nothing
+    typical_ns = nothing
     if lanes:  # for each work the median duration of the calls that have the name of its call; 0 without a call
-        usual = np.zeros(made.row.size, dtype=np.int64)
-        at = np.flatnonzero(made.first)
-        code = as_plain_array(vocabulary(trace).code)[made.launch[at]].astype(np.int64)
-        span = made.call_end[at] - made.call_start[at]
+        typical_ns = np.zeros(submitted.row.size, dtype=np.int64)
+        launch_rows = np.flatnonzero(submitted.first)
+        code = convert_to_ndarray(build_vocabulary(trace).code)[submitted.launch[launch_rows]].astype(np.int64)
+        span = submitted.call_end[launch_rows] - submitted.call_start[launch_rows]
         order = np.lexsort((span, code))
         bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
         for low, high in pairwise(bounds.tolist()):  # names
-            usual[at[order[low:high]]] = span[order[(low + high) // 2]]
+            typical_ns[launch_rows[order[low:high]]] = span[order[(low + high) // 2]]
     for low, high in lanes:
-        by_call = low + np.argsort(made.call_start[low:high], kind="stable")  # in the order of launches
-        ends = np.maximum.accumulate(np.sort(made.end[low:high]))
-        number = np.flatnonzero(made.first[by_call] & ~made.many[by_call])
-        at = by_call[number]
-        returned = made.call_end[at]
-        span = returned - made.call_start[at]
-        done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
+        call_order = low + np.argsort(submitted.call_start[low:high], kind="stable")  # in the order of launches
+        end_times = np.maximum.accumulate(np.sort(submitted.end[low:high]))
+        number = np.flatnonzero(submitted.first[call_order] & ~submitted.many[call_order])
+        launch_rows = call_order[number]
+        returned = submitted.call_end[launch_rows]
+        span = returned - submitted.call_start[launch_rows]
+        done = np.searchsorted(end_times, returned + _CLOCK_TOLERANCE_NS, side="right")
         pending = number + 1 - done
-        freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
-        held = (pending >= DEEP) & (span >= np.maximum(usual[at] + _LONGER_NS, _QUEUE_TIMES * usual[at]))
-        held &= (returned - freed <= _AT_ONCE_NS) & (freed > made.call_start[at])
-        parts.append((at[held], (span - usual[at])[held], pending[held]))
+        freed = np.where(done > 0, end_times[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
+        is_held = (pending >= MIN_QUEUE_DEPTH) & (
+            span >= np.maximum(typical_ns[launch_rows] + _MIN_HELD_UP_NS, _HELD_UP_FACTOR * typical_ns[launch_rows])
+        )
+        is_held &= (returned - freed <= _MAX_RETURN_DELAY_NS) & (freed > submitted.call_start[launch_rows])
+        parts.append((launch_rows[is_held], (span - typical_ns[launch_rows])[is_held], pending[is_held]))
     return BlockedLaunches(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def queues(made: SubmittedWork, held: BlockedLaunches) -> pl.DataFrame:
+def summarize_queues(submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.DataFrame:
     """The queues of all streams: `QUEUES`."""
-    depths = _curve(made)
-    bounds = made.bounds()
+    depths = _compute_depths(submitted)
+    bounds = submitted.bounds()
     changes = np.searchsorted(depths.lane, np.arange(bounds.size))
     rows = []
     for lane, (low, high) in enumerate(pairwise(bounds.tolist())):
         _, time, launches, works = (values[changes[lane] : changes[lane + 1]] for values in depths)
-        on_lane = (held.at >= low) & (held.at < high)
-        counts, often = np.unique(held.pending[on_lane], return_counts=True)
-        start = min(int(made.start[low:high].min()), int(made.call_start[low:high].min()))
-        end = int(made.end[low:high].max())
+        on_lane = (blocked.at >= low) & (blocked.at < high)
+        counts, often = np.unique(blocked.pending[on_lane], return_counts=True)
+        start = min(int(submitted.start[low:high].min()), int(submitted.call_start[low:high].min()))
+        end = int(submitted.end[low:high].max())
         window = end - start
         lasts = np.maximum(np.diff(time, append=end), 0)
-        recorded = made.known[low:high]
+        recorded = submitted.known[low:high]
         rows.append(
             {
-                "device": int(made.device[low]) if made.device[low] >= 0 else None,
-                "stream": int(made.stream[low]) if made.stream[low] >= 0 else None,
-                "launch_count": int(np.unique(made.launch[low:high][recorded]).size),
+                "device": int(submitted.device[low]) if submitted.device[low] >= 0 else None,
+                "stream": int(submitted.stream[low]) if submitted.stream[low] >= 0 else None,
+                "launch_count": int(np.unique(submitted.launch[low:high][recorded]).size),
                 "work_count": high - low,
                 "unknown_count": int((~recorded).sum()),
                 "max_launches": int(launches.max(initial=0)),
@@ -175,16 +185,16 @@ def queues(made: SubmittedWork, held: BlockedLaunches) -> pl.DataFrame:
                 "mean_works": float((works * lasts).sum() / window) if window else 0.0,
                 "window_ns": window,
                 "empty_ns": window - int(lasts[launches > 0].sum()),
-                "deep_ns": int(lasts[launches >= DEEP].sum()),
+                "deep_ns": int(lasts[launches >= MIN_QUEUE_DEPTH].sum()),
                 "held_count": int(on_lane.sum()),
-                "held_ns": int(held.ns[on_lane].sum()),
+                "held_ns": int(blocked.ns[on_lane].sum()),
                 "capacity": int(counts[::-1][often[::-1].argmax()]) if counts.size else None,
             }
         )
     return pl.DataFrame(rows, schema=QUEUES)
 
 
-def downsample(curve: pl.DataFrame, points: int) -> pl.DataFrame:
+def reduce_curve(curve: pl.DataFrame, points: int) -> pl.DataFrame:
     """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first time and the most."""
     keys = ["device", "stream"]
     time = pl.col("time_ns")
@@ -201,21 +211,23 @@ LONG_DELAY_NS = 100_000
 
 _TIMES = ("delay", "span", "latency")
 _STATISTICS = [f"{name}_{how}_ns" for name in _TIMES for how in ("median", "p95", "max")]
-TOTALS = schema("device work_count launch_count graph_work_count unknown_count early_count", *_STATISTICS, "late_count")
-NAMES = schema("name launch_count", *_STATISTICS, "late_count")
-CALLS = schema("name call_count total_ns median_ns p95_ns max_ns long_count long_ns")
-OUTLIERS = schema(
+TOTALS = build_schema(
+    "device work_count launch_count graph_work_count unknown_count early_count", *_STATISTICS, "late_count"
+)
+NAMES = build_schema("name launch_count", *_STATISTICS, "late_count")
+CALLS = build_schema("name call_count total_ns median_ns p95_ns max_ns long_count long_ns")
+OUTLIERS = build_schema(
     "kind duration_ns start_ns device stream step work work_name launch launch_name",
     {"kind": pl.Enum(["late work", "waiting work", "long call", "full queue"])},
 )
 _PER_STEP = ("launch_count", "work_count", "call_ns", "short_count", "held_ns")
-STEPS = schema("device", spread_schema(*_PER_STEP))
+STEPS = build_schema("device", build_spread_schema(*_PER_STEP))
 
-_EDGES = 1_000 << np.arange(15)  # 1 µs, 2 µs, ... 16.4 ms
-BINS = schema("low_ns high_ns kernel_count total_ns short_count")
+_BIN_EDGES = 1_000 << np.arange(15)  # 1 µs, 2 µs, ... 16.4 ms
+BINS = build_schema("low_ns high_ns kernel_count total_ns short_count")
 """Kernels with low_ns <= duration < high_ns (null: no upper bound), their summed time, and how many of them are shorter
 than their launch call. The bounds double from 1 µs on; the counts add up to all kernels of the trace."""
-SHORT = schema("name short_count kernel_count short_ns call_ns kernel_ns")
+SHORT_KERNELS = build_schema("name short_count kernel_count short_ns call_ns kernel_ns")
 """Kernels by name: how many are shorter than their launch call, of how many that were launched one by one; time of the
 short ones, time of their calls, time of all. Graph launches are not in it: their call submits many kernels."""
 
@@ -264,20 +276,24 @@ class Launches(Result):
 
 def launches(trace: Trace) -> Launches:
     """Look at the way of every launch from the call to the start of its work."""
-    return _of_each(trace)
+    return _summarize_launches(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
-    all_made = [submissions(trace) for trace in traces]
-    all_held = [find_blocked_launches(trace, made) for trace, made in zip(traces, all_made, strict=True)]
-    names = [vocabulary(trace).names for trace in traces]  # gathered by code: those of all events would fill the memory
+@run_in_batches
+def _summarize_launches(traces: Sequence[Trace]) -> Iterable[Launches]:
+    all_made = [collect_launched_work(trace) for trace in traces]
+    all_held = [find_blocked_launches(trace, submitted) for trace, submitted in zip(traces, all_made, strict=True)]
+    names = [
+        build_vocabulary(trace).names for trace in traces
+    ]  # gathered by code: those of all events would fill the memory
     pairs = list(zip(traces, all_made, strict=True))
-    keys = [TRACE, "device"]
-    times = stacked(_times(*pair) for pair in pairs)
-    work = stacked(
-        pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
-        for made in all_made
+    keys = [TRACE_COLUMN, "device"]
+    times = concatenate_by_trace(_measure_launch_times(*pair) for pair in pairs)
+    work = concatenate_by_trace(
+        pl.DataFrame(
+            {"device": submitted.device, "known": submitted.known, "inner": submitted.known & ~submitted.first}
+        )
+        for submitted in all_made
     )
     totals = (
         work.group_by(keys)
@@ -287,16 +303,20 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
             (~pl.col("known")).sum().alias("unknown_count"),
         )
         .join(
-            times.group_by(keys, maintain_order=True).agg(*_OF_TIMES, pl.col("early").sum().alias("early_count")),
+            times.group_by(keys, maintain_order=True).agg(
+                *_TIME_STATISTICS, pl.col("early").sum().alias("early_count")
+            ),
             on=keys,
             how="left",
         )
         .sort(keys)
-        .with_columns(_or_null("device"), pl.col("launch_count", "late_count", "early_count").fill_null(0))
+        .with_columns(
+            _replace_negative_with_null("device"), pl.col("launch_count", "late_count", "early_count").fill_null(0)
+        )
     )
-    calls = stacked(_calls(*pair) for pair in pairs)
+    calls = concatenate_by_trace(_list_calls(*pair) for pair in pairs)
     call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
-    by_call = calls.group_by(TRACE, "code", maintain_order=True).agg(
+    call_table = calls.group_by(TRACE_COLUMN, "code", maintain_order=True).agg(
         pl.len().alias("call_count"),
         call.sum().alias("total_ns"),
         call.median().floor().alias("median_ns"),
@@ -305,75 +325,87 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
         long.sum().alias("long_count"),
         call.filter(long).sum().alias("long_ns"),
     )
-    by_call = by_call.hstack([gathered(names, by_call, "code").alias("name")])
-    late = unstacked(times.filter(pl.col("latency") >= LONG_DELAY_NS), traces)
-    of_held = stacked(pl.DataFrame({"at": held.at}, schema={"at": pl.Int64}) for held in all_held)
-    long_calls = calls.filter(long).join(of_held, on=[TRACE, "at"], how="anti", maintain_order="left")
-    outliers = stacked(map(_outliers, traces, all_made, late, unstacked(long_calls, traces), all_held))
-    spread = per_step(
-        stacked(map(_stepped, traces, all_made, all_held)), keys, _PER_STEP, stacked(map(whole_steps, traces))
+    call_table = call_table.hstack([gather_by_trace(names, call_table, "code").alias("name")])
+    late = split_by_trace(times.filter(pl.col("latency") >= LONG_DELAY_NS), traces)
+    blocked_rows = concatenate_by_trace(
+        pl.DataFrame({"at": blocked.at}, schema={"at": pl.Int64}) for blocked in all_held
+    )
+    long_calls = calls.filter(long).join(blocked_rows, on=[TRACE_COLUMN, "at"], how="anti", maintain_order="left")
+    outliers = concatenate_by_trace(
+        map(_list_outliers, traces, all_made, late, split_by_trace(long_calls, traces), all_held)
+    )
+    spread = summarize_per_step(
+        concatenate_by_trace(map(_select_stepped_work, traces, all_made, all_held)),
+        keys,
+        _PER_STEP,
+        concatenate_by_trace(map(select_whole_steps, traces)),
     )
     frames = {
         "totals": (totals, TOTALS),
-        "names": (_by_name(names, times, "code"), NAMES),
-        "operators": (_by_name(names, times, "op"), NAMES),
-        "calls": (by_call.sort(TRACE, "total_ns", "name", descending=[False, True, False]), CALLS),
+        "names": (_summarize_by_name(names, times, "code"), NAMES),
+        "operators": (_summarize_by_name(names, times, "op"), NAMES),
+        "calls": (call_table.sort(TRACE_COLUMN, "total_ns", "name", descending=[False, True, False]), CALLS),
         "outliers": (
-            outliers.sort(TRACE, "duration_ns", "start_ns", "kind", descending=[False, True, False, False]), OUTLIERS
+            outliers.sort(TRACE_COLUMN, "duration_ns", "start_ns", "kind", descending=[False, True, False, False]), OUTLIERS
         ),
-        "short": (_short_by_name(names, stacked(_alone(*pair) for pair in pairs)), SHORT),
-        "steps": (spread.sort(keys).with_columns(_or_null("device")), STEPS),
+        "short": (_list_short_kernels(names, concatenate_by_trace(_select_single_launches(*pair) for pair in pairs)), SHORT_KERNELS),
+        "steps": (spread.sort(keys).with_columns(_replace_negative_with_null("device")), STEPS),
     }  # fmt: skip
-    parts = {name: unstacked(frame, traces, columns) for name, (frame, columns) in frames.items()}
-    for number, (made, held) in enumerate(zip(all_made, all_held, strict=True)):
-        whole = merge_streams(made)
+    parts = {name: split_by_trace(frame, traces, columns) for name, (frame, columns) in frames.items()}
+    for number, (submitted, blocked) in enumerate(zip(all_made, all_held, strict=True)):
+        merged = merge_streams(submitted)
         yield Launches(
-            **{name: of_traces[number] for name, of_traces in parts.items()},
-            queues=queues(made, held),
-            curve=curve(made),
-            device_queues=queues(whole, held),
-            device_curve=curve(whole),
-            bins=_histogram(made),
+            **{name: trace_tables[number] for name, trace_tables in parts.items()},
+            queues=summarize_queues(submitted, blocked),
+            curve=build_depth_curve(submitted),
+            device_queues=summarize_queues(merged, blocked),
+            device_curve=build_depth_curve(merged),
+            bins=_build_histogram(submitted),
         )
 
 
-def _times(trace: Trace, made: SubmittedWork) -> pl.DataFrame:
+def _measure_launch_times(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
     """One row per launch and device: its first work (`at`), delay, span and latency."""
-    at = np.flatnonzero(made.first)
-    start, returned = made.start[at], made.call_end[at]
+    first_rows = np.flatnonzero(submitted.first)
+    start, returned = submitted.start[first_rows], submitted.call_end[first_rows]
     # what the stream did before: the end of everything that began earlier on it
-    reach = np.zeros(made.row.size, dtype=np.int64)
-    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
-        reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
-    free = np.maximum(returned, reach[at])
-    code = as_plain_array(vocabulary(trace).code)
-    op = as_plain_array(column(trace, "op", -1))[made.row[at]]
+    reach = np.zeros(submitted.row.size, dtype=np.int64)
+    for low, high in zip(submitted.bounds()[:-1].tolist(), submitted.bounds()[1:].tolist(), strict=True):
+        reach[low + 1 : high] = np.maximum.accumulate(submitted.end[low:high])[:-1]
+    free = np.maximum(returned, reach[first_rows])
+    code = convert_to_ndarray(build_vocabulary(trace).code)
+    op = convert_to_ndarray(get_event_column(trace, "op", -1))[submitted.row[first_rows]]
     return pl.DataFrame(
         {
-            "at": at,
-            "device": made.device[at],
-            "code": code[made.row[at]].astype(np.int64),
-            "op": np.where(op >= 0, code[np.maximum(op, 0)].astype(np.int64), -1) if at.size else at,
+            "at": first_rows,
+            "device": submitted.device[first_rows],
+            "code": code[submitted.row[first_rows]].astype(np.int64),
+            "op": np.where(op >= 0, code[np.maximum(op, 0)].astype(np.int64), -1) if first_rows.size else first_rows,
             "delay": np.maximum(start - returned, 0),
-            "span": np.maximum(start - made.call_start[at], 0),
+            "span": np.maximum(start - submitted.call_start[first_rows], 0),
             "latency": np.maximum(start - free, 0),
             "early": start < returned,
         }
     )
 
 
-def _calls(trace: Trace, made: SubmittedWork) -> pl.DataFrame:
+def _list_calls(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
     """Every call that submitted GPU work: its first work (`at`), its row, the code of its name, its duration."""
-    at = np.flatnonzero(made.first)
-    launch, first_index = np.unique(made.launch[at], return_index=True)
-    first_at = at[first_index]
-    length = made.call_end[first_at] - made.call_start[first_at]
+    first_rows = np.flatnonzero(submitted.first)
+    launch, first_index = np.unique(submitted.launch[first_rows], return_index=True)
+    first_at = first_rows[first_index]
+    length = submitted.call_end[first_at] - submitted.call_start[first_at]
     return pl.DataFrame(
-        {"at": first_at, "launch": launch, "code": as_plain_array(vocabulary(trace).code)[launch], "call_ns": length}
+        {
+            "at": first_at,
+            "launch": launch,
+            "code": convert_to_ndarray(build_vocabulary(trace).code)[launch],
+            "call_ns": length,
+        }
     )
 
 
-_OF_TIMES = (
+_TIME_STATISTICS = (
     pl.len().cast(pl.Int64).alias("launch_count"),
     *(
         statistic
@@ -388,99 +420,116 @@ _OF_TIMES = (
 )
 
 
-def _by_name(names: Sequence[pl.Series], times: pl.DataFrame, key: str) -> pl.DataFrame:
+def _summarize_by_name(names: Sequence[pl.Series], times: pl.DataFrame, key: str) -> pl.DataFrame:
     """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
     code = pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code")
-    table = times.group_by(TRACE, code, maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
-    table = table.hstack([gathered(names, table, "code").alias("name")])
-    return table.sort(TRACE, "sum", "name", descending=[False, True, False])
+    table = times.group_by(TRACE_COLUMN, code, maintain_order=True).agg(
+        *_TIME_STATISTICS, pl.col("delay").sum().alias("sum")
+    )
+    table = table.hstack([gather_by_trace(names, table, "code").alias("name")])
+    return table.sort(TRACE_COLUMN, "sum", "name", descending=[False, True, False])
 
 
-def _or_null(name: str) -> pl.Expr:
+def _replace_negative_with_null(name: str) -> pl.Expr:
     return pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name)
 
 
-def _outliers(
-    trace: Trace, made: SubmittedWork, late: pl.DataFrame, long: pl.DataFrame, held: BlockedLaunches
+def _list_outliers(
+    trace: Trace, submitted: LaunchedWork, late: pl.DataFrame, long: pl.DataFrame, blocked: BlockedLaunches
 ) -> pl.DataFrame:
-    at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
-    kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size]).astype("<U12")
+    outlier_rows = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), blocked.at])
+    kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, blocked.at.size]).astype(
+        "<U12"
+    )
     if late.height:
-        has_wait = stream_waits(trace)[0][made.row[late["at"].to_numpy()]]
+        has_wait = find_stream_waits(trace)[0][submitted.row[late["at"].to_numpy()]]
         kind[: late.height][has_wait] = "waiting work"
-    length = np.concatenate([late["latency"].to_numpy(), long["call_ns"].to_numpy(), held.ns])
+    length = np.concatenate([late["latency"].to_numpy(), long["call_ns"].to_numpy(), blocked.ns])
     names = trace.events["name"]
     steps = trace.steps["step"]
-    step = made.step[at]
+    step = submitted.step[outlier_rows]
     return pl.DataFrame(
         {
             "kind": pl.Series(kind, dtype=pl.String),
             "duration_ns": length,
-            "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
-            "device": to_nullable_series(made.device[at], absent=UNKNOWN),
-            "stream": to_nullable_series(made.stream[at], absent=UNKNOWN),
-            "step": steps[row_numbers(step)],
-            "work": made.row[at],
-            "work_name": names[made.row[at]],
-            "launch": made.launch[at],
-            "launch_name": names[made.launch[at]],
+            "start_ns": np.where(
+                np.arange(outlier_rows.size) < late.height,
+                submitted.start[outlier_rows] - length,
+                submitted.call_start[outlier_rows],
+            ),
+            "device": to_nullable_series(submitted.device[outlier_rows], absent=MISSING_VALUE),
+            "stream": to_nullable_series(submitted.stream[outlier_rows], absent=MISSING_VALUE),
+            "step": steps[build_event_column(step)],
+            "work": submitted.row[outlier_rows],
+            "work_name": names[submitted.row[outlier_rows]],
+            "launch": submitted.launch[outlier_rows],
+            "launch_name": names[submitted.launch[outlier_rows]],
         }
     )
 
 
-def _stepped(trace: Trace, made: SubmittedWork, held: BlockedLaunches) -> pl.DataFrame:
+def _select_stepped_work(trace: Trace, submitted: LaunchedWork, blocked: BlockedLaunches) -> pl.DataFrame:
     """Of work in steps: whether it is a launch's first, time in launch calls, short kernels, time held up."""
-    stepped = np.flatnonzero(made.step >= 0)
-    held_ns = np.zeros(made.row.size, dtype=np.int64)
-    held_ns[held.at] = held.ns
-    call = made.call_end - made.call_start
-    short: Bools = made.first & made.kernel & ~made.many & (made.end - made.start < call)
+    stepped = np.flatnonzero(submitted.step >= 0)
+    held_ns = np.zeros(submitted.row.size, dtype=np.int64)
+    held_ns[blocked.at] = blocked.ns
+    call = submitted.call_end - submitted.call_start
+    short: Bools = submitted.first & submitted.kernel & ~submitted.many & (submitted.end - submitted.start < call)
     return pl.DataFrame(
         {
-            "device": made.device[stepped],
-            "step": trace.steps["step"][made.step[stepped]],
-            "launch_count": made.first[stepped].astype(np.int64),
+            "device": submitted.device[stepped],
+            "step": trace.steps["step"][submitted.step[stepped]],
+            "launch_count": submitted.first[stepped].astype(np.int64),
             "work_count": np.ones(stepped.size, dtype=np.int64),
-            "call_ns": np.where(made.first, call, 0)[stepped],
+            "call_ns": np.where(submitted.first, call, 0)[stepped],
             "short_count": short[stepped].astype(np.int64),
             "held_ns": held_ns[stepped],
         }
     )
 
 
-def _histogram(made: SubmittedWork) -> pl.DataFrame:
+def _build_histogram(submitted: LaunchedWork) -> pl.DataFrame:
     """Durations of kernels in bins that double: `BINS`."""
-    length = (made.end - made.start)[made.kernel]
-    call = (made.call_end - made.call_start)[made.kernel]
-    alone = (made.first & ~made.many)[made.kernel]
-    short = alone & (length < call)  # than a launch call of its own
-    bin_index = np.searchsorted(_EDGES, length, side="right")
+    length = (submitted.end - submitted.start)[submitted.kernel]
+    call = (submitted.call_end - submitted.call_start)[submitted.kernel]
+    is_single = (submitted.first & ~submitted.many)[submitted.kernel]
+    short = is_single & (length < call)  # than a launch call of its own
+    bin_index = np.searchsorted(_BIN_EDGES, length, side="right")
     order = np.argsort(bin_index, kind="stable")
-    at = np.searchsorted(bin_index[order], np.arange(_EDGES.size + 2))
+    bin_bounds = np.searchsorted(bin_index[order], np.arange(_BIN_EDGES.size + 2))
     total = np.concatenate([[0], np.cumsum(length[order])])
     return pl.DataFrame(
         {
-            "low_ns": [0, *_EDGES.tolist()],
-            "high_ns": [*_EDGES.tolist(), None],
-            "kernel_count": np.diff(at),
-            "total_ns": np.diff(total[at]),
-            "short_count": np.bincount(bin_index[short], minlength=_EDGES.size + 1),
+            "low_ns": [0, *_BIN_EDGES.tolist()],
+            "high_ns": [*_BIN_EDGES.tolist(), None],
+            "kernel_count": np.diff(bin_bounds),
+            "total_ns": np.diff(total[bin_bounds]),
+            "short_count": np.bincount(bin_index[short], minlength=_BIN_EDGES.size + 1),
         }
     ).pipe(cast_to_schema, BINS)
 
 
-def _alone(trace: Trace, made: SubmittedWork) -> pl.DataFrame:
+def _select_single_launches(trace: Trace, submitted: LaunchedWork) -> pl.DataFrame:
     """Kernels that were launched one by one: the code of their name, their duration, that of the call."""
-    at = np.flatnonzero(made.kernel & made.first & ~made.many)
-    length, call = (made.end - made.start)[at], (made.call_end - made.call_start)[at]
-    return pl.DataFrame({"code": as_plain_array(vocabulary(trace).code)[made.row[at]], "length": length, "call": call})
+    single_rows = np.flatnonzero(submitted.kernel & submitted.first & ~submitted.many)
+    length, call = (
+        (submitted.end - submitted.start)[single_rows],
+        (submitted.call_end - submitted.call_start)[single_rows],
+    )
+    return pl.DataFrame(
+        {
+            "code": convert_to_ndarray(build_vocabulary(trace).code)[submitted.row[single_rows]],
+            "length": length,
+            "call": call,
+        }
+    )
 
 
-def _short_by_name(names: Sequence[pl.Series], alone: pl.DataFrame) -> pl.DataFrame:
+def _list_short_kernels(names: Sequence[pl.Series], single_launches: pl.DataFrame) -> pl.DataFrame:
     """Kernels shorter than their launch, by name, the most time in calls first: `SHORT`."""
     short = pl.col("length") < pl.col("call")
-    by_code = (
-        alone.group_by(TRACE, "code", maintain_order=True)
+    code_table = (
+        single_launches.group_by(TRACE_COLUMN, "code", maintain_order=True)
         .agg(
             short.sum().alias("short_count"),
             pl.len().alias("kernel_count"),
@@ -490,5 +539,5 @@ def _short_by_name(names: Sequence[pl.Series], alone: pl.DataFrame) -> pl.DataFr
         )
         .filter(pl.col("short_count") > 0)
     )
-    by_code = by_code.hstack([gathered(names, by_code, "code").alias("name")])
-    return by_code.sort(TRACE, "call_ns", "name", descending=[False, True, False])
+    code_table = code_table.hstack([gather_by_trace(names, code_table, "code").alias("name")])
+    return code_table.sort(TRACE_COLUMN, "call_ns", "name", descending=[False, True, False])

@@ -9,25 +9,25 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.collectives import sum_or_null
+from traceloom.analyze.collectives import add_up_or_null
 from traceloom.analyze.rank_summary import RankPart
 from traceloom.graph.communication import match_parts
 from traceloom.graph.job import ENDS_TOGETHER, FROM_ROOT, TO_ROOT, HostClock, fit_clocks
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 
 Ints = NDArray[np.int64]
 
-PART_SCHEMA = schema(
+PART_SCHEMA = build_schema(
     "instance part rank event step start_ns duration_ns wait_ns",
     "launch_skew_ns arrival_wait_ns transfer_ns late_ns last sends",
     {"part": pl.Int64, "last": pl.Boolean},
 )
-INSTANCE_SCHEMA = schema(
+INSTANCE_SCHEMA = build_schema(
     "instance step kind group group_size sequence size_bytes recorded whole evidence start_ns met_ns start_skew_ns",
     "end_skew_ns first_rank last_rank alone_ns wait_ns launch_skew_ns arrival_wait_ns transfer_ns transfer_gb_per_s",
 )
-CLOCK_SCHEMA = schema("host ranks offset_ns drift residual_ns meetings")
+CLOCK_SCHEMA = build_schema("host ranks offset_ns drift residual_ns meetings")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class MatchedCollectives:
     unmatched: pl.DataFrame
 
 
-def numbered(parts: Sequence[RankPart]) -> tuple[int, ...]:
+def assign_rank_numbers(parts: Sequence[RankPart]) -> tuple[int, ...]:
     """The rank of each part; a part without one gets the lowest free number."""
     recorded = [part.rank for part in parts]
     free = iter(number for number in range(2 * len(parts) + 1) if number not in recorded)
@@ -68,7 +68,7 @@ def numbered(parts: Sequence[RankPart]) -> tuple[int, ...]:
 
 def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
     """Join the collectives of ranks, correct their clocks by them, and split each into waiting and transfer."""
-    ranks = numbered(parts)
+    ranks = assign_rank_numbers(parts)
     hosts = tuple(part.host or f"rank {rank}" for part, rank in zip(parts, ranks, strict=True))
     frames = []
     for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
@@ -86,21 +86,21 @@ def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
     assigned = calls.with_columns(
         pl.Series("instance", joined.instance), pl.Series("evidence", joined.evidence, dtype=pl.String)
     )
-    together = assigned.filter(pl.col("instance") >= 0)
+    matched_calls = assigned.filter(pl.col("instance") >= 0)
     host_of = dict(enumerate(hosts))
-    ends = together.filter(pl.col("kind").is_in(ENDS_TOGETHER)).with_columns(
+    end_calls = matched_calls.filter(pl.col("kind").is_in(ENDS_TOGETHER)).with_columns(
         pl.col("part").replace_strict(host_of, default=None, return_dtype=pl.String).alias("host")
     )
-    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    fitted = fit_clocks(end_calls.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
     clock_of = tuple(fitted[host] for host in hosts)
-    part_of = together["part"].to_numpy()
+    part_of = matched_calls["part"].to_numpy()
     moved = []  # to the job's clock
     for name in ("start_ns", "end_ns", "launch_ns"):
-        times = together[name].fill_null(0).to_numpy().copy()
+        times = matched_calls[name].fill_null(0).to_numpy().copy()
         for number, clock in enumerate(clock_of):
             times[part_of == number] = clock.corrected(times[part_of == number])
         moved.append(pl.when(pl.col(name).is_not_null()).then(pl.Series(name, times)).alias(name))
-    rows = _split(together.with_columns(moved))
+    rows = _split(matched_calls.with_columns(moved))
     unmatched = (
         assigned.filter((pl.col("instance") < 0) & ((pl.col("group_size") != 1) | pl.col("group_size").is_null()))
         .group_by("rank", "kind", "group", maintain_order=True)
@@ -113,7 +113,7 @@ def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
     ]
     return MatchedCollectives(
         rows.pipe(cast_to_schema, PART_SCHEMA),
-        _instances(rows),
+        _build_instances(rows),
         pl.DataFrame(clocks, schema=CLOCK_SCHEMA, orient="row"),
         ranks,
         hosts,
@@ -131,18 +131,18 @@ _COLUMNS = (
 
 def _split(calls: pl.DataFrame) -> pl.DataFrame:
     """Waiting and transfer of every part; rows by instance and arrival."""
-    kind, own = pl.col("kind").fill_null(""), pl.col("peer") == pl.col("rank")
-    root, rootless = own.fill_null(value=False), pl.col("peer").is_null()
-    gives = ~kind.is_in(FROM_ROOT) | root | rootless
-    takes = (~kind.is_in(TO_ROOT) | root | rootless) & ~(kind.is_in(FROM_ROOT) & root)
-    rows = calls.with_columns(gives.alias("gives"), takes.alias("takes"))
+    kind, is_own_peer = pl.col("kind").fill_null(""), pl.col("peer") == pl.col("rank")
+    root, rootless = is_own_peer.fill_null(value=False), pl.col("peer").is_null()
+    is_giver = ~kind.is_in(FROM_ROOT) | root | rootless
+    is_taker = (~kind.is_in(TO_ROOT) | root | rootless) & ~(kind.is_in(FROM_ROOT) & root)
+    rows = calls.with_columns(is_giver.alias("gives"), is_taker.alias("takes"))
     rows = rows.sort("instance", "gives", "start_ns", "rank")
-    by = "instance"
+    key = "instance"
     rows = rows.with_columns(
-        pl.col("start_ns").filter("gives").max().over(by).alias("met_ns"),
-        pl.col("start_ns").min().over(by).alias("first_ns"),
-        pl.col("launch_ns").last().over(by).alias("last_launch_ns"),
-        (pl.int_range(pl.len()).over(by) == pl.len().over(by) - 1).alias("last"),
+        pl.col("start_ns").filter("gives").max().over(key).alias("met_ns"),
+        pl.col("start_ns").min().over(key).alias("first_ns"),
+        pl.col("launch_ns").last().over(key).alias("last_launch_ns"),
+        (pl.int_range(pl.len()).over(key) == pl.len().over(key) - 1).alias("last"),
     )
     duration = pl.col("end_ns") - pl.col("start_ns")
     until_met = (pl.col("met_ns") - pl.col("start_ns")).clip(0)
@@ -159,7 +159,7 @@ def _split(calls: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _instances(rows: pl.DataFrame) -> pl.DataFrame:
+def _build_instances(rows: pl.DataFrame) -> pl.DataFrame:
     start = pl.col("start_ns")
     pair = pl.col("kind").first().is_in(["send", "receive"])
     size = pl.when(pair).then(2).otherwise(pl.col("group_size").first())
@@ -180,8 +180,8 @@ def _instances(rows: pl.DataFrame) -> pl.DataFrame:
         pl.col("rank").last().alias("last_rank"),
         (start.last() - start.slice(0, pl.len() - 1).max()).clip(0).alias("alone_ns"),
         pl.col("wait_ns").sum(),
-        sum_or_null("launch_skew_ns"),
-        sum_or_null("arrival_wait_ns"),
+        add_up_or_null("launch_skew_ns"),
+        add_up_or_null("arrival_wait_ns"),
         pl.col("transfer_ns").median().cast(pl.Int64),
         pl.col("bus_factor").first(),
     )

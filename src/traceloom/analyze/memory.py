@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.trace.frames import Result, cast_to_schema, schema
-from traceloom.trace.session import Snapshot
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
+from traceloom.trace.session import MemorySnapshot
 from traceloom.trace.trace import Trace
 
-DEVICES = schema(
+DEVICES = build_schema(
     "device_type device peak_bytes peak_time_ns start_bytes end_bytes allocation_count free_count evidence",
     {"evidence": pl.Enum(["allocator-totals", "census-and-sum", "running-sum"])},
 )
-CURVE = schema("device_type device time_ns allocated_bytes reserved_bytes")
-SHARED = "cpu-shared"
+CURVE = build_schema("device_type device time_ns allocated_bytes reserved_bytes")
+SHARED_MEMORY = "cpu-shared"
 """Device type given to shared memory that DataLoader workers made and this process maps."""
 
-POINTS = 4000
+MAX_POINTS = 4000
 _KEY = ["device_type", "device"]
 
 
@@ -52,10 +52,15 @@ def memory(trace: Trace) -> Memory:
     # Each event with `level` (memory in use after it), `before` (before it; null where unknown) and `known`
     allocations = trace.allocations.with_row_index("row")
     counted = allocations.with_columns(
-        pl.when(shared_memory(allocations)).then(pl.lit(SHARED)).otherwise("device_type").alias("device_type"),
+        pl.when(is_shared_memory(allocations))
+        .then(pl.lit(SHARED_MEMORY))
+        .otherwise("device_type")
+        .alias("device_type"),
         pl.col("device").fill_null(-1),
     )
-    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(["cpu", SHARED])
+    totals = pl.col("allocated_bytes").is_not_null().all().over(_KEY) & ~pl.col("device_type").is_in(
+        ["cpu", SHARED_MEMORY]
+    )
     counted_before = pl.col("device_type") == "cpu"
     start = pl.when(counted_before).then(pl.lit(live if isinstance(live, int) else None, dtype=pl.Int64))
     summed = pl.col("bytes").cum_sum().over(_KEY) + start.fill_null(0)
@@ -78,41 +83,41 @@ def memory(trace: Trace) -> Memory:
         .otherwise(pl.lit("running-sum"))
         .alias("evidence"),
     )
-    chosen = []
+    selected_rows = []
     for part in events.select("row", "level", *_KEY).partition_by(_KEY, include_key=False):
         row, level = part["row"].to_numpy(), part["level"].to_numpy()
-        if row.size > POINTS:  # first, last, lowest and highest of each of equal parts, which may be the same
-            bounds = -(-np.arange(POINTS // 4 + 1) * level.size // (POINTS // 4))
-            inside = [level[low:high] for low, high in pairwise(bounds)]
-            lowest = bounds[:-1] + [int(part.argmin()) for part in inside]
-            highest = bounds[:-1] + [int(part.argmax()) for part in inside]
+        if row.size > MAX_POINTS:  # first, last, lowest and highest of each of equal parts, which may be the same
+            bounds = -(-np.arange(MAX_POINTS // 4 + 1) * level.size // (MAX_POINTS // 4))
+            bin_levels = [level[low:high] for low, high in pairwise(bounds)]
+            lowest = bounds[:-1] + [int(part.argmin()) for part in bin_levels]
+            highest = bounds[:-1] + [int(part.argmax()) for part in bin_levels]
             row = row[np.concatenate([bounds[:-1], bounds[1:] - 1, lowest, highest])]
-        chosen.append(row)
-    kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row")
-    curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").pipe(
+        selected_rows.append(row)
+    curve_events = events[np.unique(np.concatenate(selected_rows))].sort(*_KEY, "row")
+    curve = curve_events.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").pipe(
         cast_to_schema, CURVE
     )
     return Memory(devices.pipe(cast_to_schema, DEVICES).sort(_KEY), curve)
 
 
-def shared_memory(allocations: pl.DataFrame) -> pl.Series:
+def is_shared_memory(allocations: pl.DataFrame) -> pl.Series:
     """Which events are about shared memory of DataLoader workers.
 
     The map allocator reports a new block with its size as the reserved total and nothing as the allocated one, which no
     other allocator of the CPU does; its free shows both as 0, so that it is known by the block's address. A free of a
     block from before the window is reported by this allocator alone.
     """
-    made = (
+    is_shared = (
         pl.when(pl.col("bytes") > 0)
         .then((pl.col("reserved_bytes") == pl.col("bytes")) & (pl.col("allocated_bytes") == 0))
         .fill_null(pl.when(pl.col("bytes") > 0).then(pl.lit(False)))
     )
     nothing = (pl.col("reserved_bytes") == 0) & (pl.col("allocated_bytes") == 0)
     on_cpu = pl.col("device_type") == "cpu"
-    if not allocations.select((on_cpu & (made | nothing)).any()).item():
+    if not allocations.select((on_cpu & (is_shared | nothing)).any()).item():
         return pl.repeat(False, allocations.height, eager=True)
     columns = ("device_type", "process", "address", "bytes", "allocated_bytes", "reserved_bytes")
-    rows = allocations.select(columns).with_row_index("at").filter(on_cpu).with_columns(made.alias("shared"))
+    rows = allocations.select(columns).with_row_index("at").filter(on_cpu).with_columns(is_shared.alias("shared"))
     rows = rows.select(
         "at", shared=pl.col("shared").forward_fill().over("process", "address").fill_null(nothing).fill_null(False)
     )
@@ -121,15 +126,15 @@ def shared_memory(allocations: pl.DataFrame) -> pl.Series:
     return pl.Series(shared)
 
 
-FRAGMENTS = schema(
+FRAGMENTATION_SCHEMA = build_schema(
     "device reserved_bytes allocated_bytes requested_bytes pending_bytes",
     "free_bytes largest_free_bytes split_bytes segment_count fragmentation",
 )
-_ALLOCATED = pl.col("state") == "active_allocated"
-_FREE = pl.col("state") == "inactive"
+_IS_ALLOCATED = pl.col("state") == "active_allocated"
+_IS_FREE = pl.col("state") == "inactive"
 
 
-def fragmentation(snapshot: Snapshot) -> pl.DataFrame:
+def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
     """The state of each device's allocator when the snapshot was taken.
 
     Returns:
@@ -139,44 +144,44 @@ def fragmentation(snapshot: Snapshot) -> pl.DataFrame:
         memory from the device), split_bytes (free blocks in segments that also hold others: they cannot be returned to
         the device), fragmentation (1 - largest_free / free; null where nothing is free).
     """
-    blocks = snapshot.blocks.with_columns(whole=(~_FREE).sum().over("segment") == 0)
-    by_device = blocks.group_by("device").agg(
-        allocated_bytes=pl.col("bytes").filter(_ALLOCATED).sum(),
-        requested_bytes=pl.col("requested_bytes").filter(_ALLOCATED).sum(),
-        pending_bytes=pl.col("bytes").filter(~_ALLOCATED & ~_FREE).sum(),
-        free_bytes=pl.col("bytes").filter(_FREE).sum(),
-        largest_free_bytes=pl.col("bytes").filter(_FREE).max().fill_null(0),
-        split_bytes=pl.col("bytes").filter(_FREE & ~pl.col("whole")).sum(),
+    blocks = snapshot.blocks.with_columns(whole=(~_IS_FREE).sum().over("segment") == 0)
+    device_blocks = blocks.group_by("device").agg(
+        allocated_bytes=pl.col("bytes").filter(_IS_ALLOCATED).sum(),
+        requested_bytes=pl.col("requested_bytes").filter(_IS_ALLOCATED).sum(),
+        pending_bytes=pl.col("bytes").filter(~_IS_ALLOCATED & ~_IS_FREE).sum(),
+        free_bytes=pl.col("bytes").filter(_IS_FREE).sum(),
+        largest_free_bytes=pl.col("bytes").filter(_IS_FREE).max().fill_null(0),
+        split_bytes=pl.col("bytes").filter(_IS_FREE & ~pl.col("whole")).sum(),
     )
-    held = snapshot.segments.group_by("device").agg(
+    device_segments = snapshot.segments.group_by("device").agg(
         reserved_bytes=pl.col("bytes").sum(), segment_count=pl.len().cast(pl.Int64)
     )
-    both = held.join(by_device, on="device", how="left").with_columns(
-        pl.col(name).fill_null(0) for name in by_device.columns if name != "device"
+    both = device_segments.join(device_blocks, on="device", how="left").with_columns(
+        pl.col(name).fill_null(0) for name in device_blocks.columns if name != "device"
     )
     states = both.with_columns(
         fragmentation=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes"))
     )
-    return states.pipe(cast_to_schema, FRAGMENTS).sort("device")
+    return states.pipe(cast_to_schema, FRAGMENTATION_SCHEMA).sort("device")
 
 
-CENSUS = schema("address bytes device_type device owner name", {"address": pl.UInt64})
+CENSUS = build_schema("address bytes device_type device owner name", {"address": pl.UInt64})
 
-KEPT = "kept for backward by "
+ACTIVATION_PREFIX = "kept for backward by "
 """How the name of an activation begins: a node of a graph has saved it for its backward pass."""
 
 
-def census(trace: Trace) -> pl.DataFrame:
+def read_first_census(trace: Trace) -> pl.DataFrame:
     """The live storages at the start, `CENSUS`; no rows where nobody counted, or what stands there is no census."""
-    return frame((trace.meta.capture or {}).get("live_storages_at_start"))
+    return parse_census((trace.meta.capture or {}).get("live_storages_at_start"))
 
 
-def last_census(trace: Trace) -> pl.DataFrame:
+def read_last_census(trace: Trace) -> pl.DataFrame:
     """The live storages when the recording ended, `CENSUS`; no rows where nobody counted."""
-    return frame((trace.meta.capture or {}).get("live_storages_at_end"))
+    return parse_census((trace.meta.capture or {}).get("live_storages_at_end"))
 
 
-def frame(columns: Any) -> pl.DataFrame:
+def parse_census(columns: Any) -> pl.DataFrame:
     """The columns of a census as a frame; what is malformed is left out.
 
     Rows without an address (many small storages added up) are kept; else each address of a device comes once.

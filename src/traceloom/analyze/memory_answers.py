@@ -9,41 +9,41 @@ from typing import Literal
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.memory_blocks import ALIVE, EXISTED, Blocks
-from traceloom.analyze.memory_names import NamedBlocks, module_calls, name_blocks
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks
+from traceloom.analyze.memory_names import NamedBlocks, find_module_calls, name_blocks
 from traceloom.analyze.memory_owners import (
     ACTIVATION,
     CATEGORIES,
     EVIDENCE,
     TREE,
+    BlockCategories,
     BlockOwners,
-    Categories,
     Partition,
-    Stacks,
-    categories,
-    names,
-    owners,
+    StackTexts,
+    build_block_names,
+    build_scope_tree,
+    classify_blocks,
+    find_owners,
     partition,
-    scope_tree,
-    stack_partition,
-    sum_blocks_by,
+    partition_by_stack,
+    summarize_blocks,
 )
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import in_memory
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import keep_in_memory
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import Snapshot, stack_texts
+from traceloom.trace.session import MemorySnapshot, format_stacks
 from traceloom.trace.trace import Trace
 
 _DEVICE = "cuda"
-_CLOSEST_NS = 2_000
+_CLOCK_RESOLUTION_NS = 2_000
 """The history has microseconds: nothing nearer can be told apart."""
-_FARTHEST_NS = 10_000_000
+_MAX_CLOCK_SHIFT_NS = 10_000_000
 """Clocks that are farther apart are not believed."""
-_PLACE = ["device", "address"]
+_ADDRESS_KEY = ["device", "address"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +63,30 @@ class ExplainedMemory:
 
     trace: Trace
     named: NamedBlocks
-    kinds: Categories
+    kinds: BlockCategories
     whose: BlockOwners
     stacks: pl.Series | None = None
     lines: pl.Series | None = None
     _divided: dict[tuple[str, int | None], Partition] = field(default_factory=dict, repr=False, compare=False)
 
-    def by(self, what: str, depth: int | None = None) -> Partition:
+    def by(self, grouping: str, depth: int | None = None) -> Partition:
         """Divide the blocks by scope, module, category, op, stack or dtype; made once, so nobody may change it."""
-        made = self._divided
-        if (what, depth) not in made:
-            if what == "stack" and (self.stacks is not None or self.lines is not None):
-                every = np.arange(self.named.position.size)
-                made[what, depth] = stack_partition(self.named, self.stack_reader()(every))
+        partitions = self._divided
+        if (grouping, depth) not in partitions:
+            if grouping == "stack" and (self.stacks is not None or self.lines is not None):
+                all_rows = np.arange(self.named.position.size)
+                partitions[grouping, depth] = partition_by_stack(self.named, self.stack_reader()(all_rows))
             else:
-                made[what, depth] = partition(what, self.trace, self.named, self.kinds, self.whose, depth=depth)
-        return made[what, depth]
+                partitions[grouping, depth] = partition(
+                    grouping, self.trace, self.named, self.kinds, self.whose, depth=depth
+                )
+        return partitions[grouping, depth]
 
     def stack_reader(self) -> Callable[[Ints], pl.Series]:
         """Gives the Python stacks of some blocks, the innermost frame first; null where none was recorded."""
         if self.stacks is not None:
             return self.stacks.gather
-        recorded, lines = Stacks(self.trace).reader(self.named.position), self.lines
+        recorded, lines = StackTexts(self.trace).reader(self.named.position), self.lines
         if lines is None:
             return recorded
         return lambda rows: pl.select(pl.coalesce(recorded(rows), lines.gather(rows))).to_series()
@@ -98,7 +100,7 @@ class ExplainedMemory:
         return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
 
 
-def explain(trace: Trace, *, full_op_names: bool = False, snapshot: Snapshot | None = None) -> ExplainedMemory:
+def explain(trace: Trace, *, full_op_names: bool = False, snapshot: MemorySnapshot | None = None) -> ExplainedMemory:
     """Pair, name and explain the allocations of a trace.
 
     Args:
@@ -106,18 +108,18 @@ def explain(trace: Trace, *, full_op_names: bool = False, snapshot: Snapshot | N
         full_op_names: Keep the namespaces of operators in names: `aten::relu`.
         snapshot: Of the allocator in the same process, taken later: its history holds the stacks.
     """
-    trace = in_memory(trace)  # blocks are held there, so the columns that describe them are too
+    trace = keep_in_memory(trace)  # blocks are held there, so the columns that describe them are too
     named_blocks = name_blocks(trace, full_op_names=full_op_names)
     named_blocks.blocks.check()
-    whose = owners(trace, named_blocks.blocks)
+    owners = find_owners(trace, named_blocks.blocks)
     lines = None
     if snapshot is not None:
-        number = _stack_numbers(named_blocks.blocks, snapshot, trace.start_ns)
-        lines = stack_texts(snapshot).gather(number)
-    return ExplainedMemory(trace, named_blocks, categories(trace, named_blocks, whose), whose, lines=lines)
+        number = _match_stacks(named_blocks.blocks, snapshot, trace.start_ns)
+        lines = format_stacks(snapshot).gather(number)
+    return ExplainedMemory(trace, named_blocks, classify_blocks(trace, named_blocks, owners), owners, lines=lines)
 
 
-def _stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
+def _match_stacks(blocks: Blocks, snapshot: MemorySnapshot, start_ns: int) -> Ints:
     """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where that is not certain.
 
     A trace recorded without stacks knows who made a block by operator and module; the allocator's history knows the
@@ -133,10 +135,10 @@ def _stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
     Returns:
         Shape (blocks,).
     """
-    made = snapshot.entries.filter((pl.col("action") == "alloc") & pl.col("time_us").is_not_null())
-    twice = pl.len().over(*_PLACE, "time_us") > 1  # within one microsecond: nobody knows which is which
-    history = made.select(
-        *_PLACE,
+    allocations = snapshot.entries.filter((pl.col("action") == "alloc") & pl.col("time_us").is_not_null())
+    twice = pl.len().over(*_ADDRESS_KEY, "time_us") > 1  # within one microsecond: nobody knows which is which
+    history = allocations.select(
+        *_ADDRESS_KEY,
         pl.col("bytes").alias("asked"),
         pl.when(twice).then(0).otherwise("stack").alias("stack"),
         (pl.col("time_us") * 1000).alias("time"),
@@ -145,7 +147,7 @@ def _stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
     rows = np.zeros(0, dtype=np.int64)
     if on_gpu.any():
         rows = np.flatnonzero(on_gpu[blocks.pool] & (blocks.address < 1 << 63))
-    recorded = blocks.start_ns[rows] != EXISTED
+    recorded = blocks.start_ns[rows] != EXISTED_BEFORE
     device = np.array([max(pool.device, 0) for pool in blocks.pools], dtype=np.int32)
     gpu_blocks = pl.DataFrame(
         {
@@ -159,49 +161,49 @@ def _stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
     )
     out = np.zeros(blocks.made.size, dtype=np.int64)
     # how far the history is ahead of the trace, and how surely
-    once = [frame.filter(pl.len().over(_PLACE) == 1) for frame in (gpu_blocks.filter("inside"), history)]
-    both = once[0].join(once[1], on=_PLACE, suffix="_told").filter(pl.col("asked") <= pl.col("bytes"))
+    once = [frame.filter(pl.len().over(_ADDRESS_KEY) == 1) for frame in (gpu_blocks.filter("inside"), history)]
+    both = once[0].join(once[1], on=_ADDRESS_KEY, suffix="_told").filter(pl.col("asked") <= pl.col("bytes"))
     difference = (both["time_told"] - both["time"]).to_numpy()
-    ahead, reach = 0, _FARTHEST_NS
+    ahead, reach = 0, _MAX_CLOCK_SHIFT_NS
     if difference.size:
         ahead = int(np.median(difference))
         spread = int(np.median(np.abs(difference - ahead)))
-        if abs(ahead) + 5 * spread >= _FARTHEST_NS:  # the two do not belong together
+        if abs(ahead) + 5 * spread >= _MAX_CLOCK_SHIFT_NS:  # the two do not belong together
             return out
-        reach = _CLOSEST_NS + 5 * spread
+        reach = _CLOCK_RESOLUTION_NS + 5 * spread
     shifted = gpu_blocks.with_columns(pl.col("time") + ahead).sort("time")
-    inside, before = shifted.filter("inside"), shifted.filter(~pl.col("inside"))
+    in_window, before = shifted.filter("inside"), shifted.filter(~pl.col("inside"))
     # Blocks of the recording: the only allocation at their address within `reach` of their time.
-    last = _nearest(inside, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
-    first = _nearest(inside, history, -reach, "forward").select("block", first="told")
-    alone = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
+    last = _find_nearest(in_window, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
+    first = _find_nearest(in_window, history, -reach, "forward").select("block", first="told")
+    unambiguous = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
     # Blocks from before: the last allocation at their address, if that did not come after the beginning.
-    earlier = _nearest(before, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
-    for matches in (alone.filter(pl.len().over(*_PLACE, "told") == 1), earlier):
+    earlier = _find_nearest(before, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
+    for matches in (unambiguous.filter(pl.len().over(*_ADDRESS_KEY, "told") == 1), earlier):
         fitting = matches.filter(pl.col("asked") <= pl.col("bytes"))
         out[fitting["block"].to_numpy()] = fitting["stack"].to_numpy()
     return out
 
 
-def _nearest(
+def _find_nearest(
     gpu_blocks: pl.DataFrame, history: pl.DataFrame, shift: int, strategy: Literal["backward", "forward"]
 ) -> pl.DataFrame:
     """Each block with the next allocation at its address, seen from `shift` behind its time; `told` is its time."""
-    columns = history.select(*_PLACE, "asked", "stack", "time", told="time")
+    columns = history.select(*_ADDRESS_KEY, "asked", "stack", "time", told="time")
     shifted = gpu_blocks.with_columns(at=pl.col("time") + shift).sort("at")
     return shifted.join_asof(
-        columns.rename({"time": "at"}), on="at", by=_PLACE, strategy=strategy, check_sortedness=False
+        columns.rename({"time": "at"}), on="at", by=_ADDRESS_KEY, strategy=strategy, check_sortedness=False
     ).drop_nulls("told")
 
 
-GROWTH = schema(
+GROWTH = build_schema(
     "site pool step_count period bytes bytes_per_step block_count first_step last_step example",
     {"first_step": pl.Int64, "last_step": pl.Int64},
 )
-LEAST_STEPS = 3
+MIN_STEPS = 3
 
 
-def growth(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
+def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
     """Places in the code that leave memory alive in one step after the other, or in every second or third of them.
 
     A block counts where it was made in a step and is alive when the recording ends, its step being over. The last step
@@ -215,20 +217,22 @@ def growth(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
         bytes_per_step (mean over the steps from the first to the last of these and those that belong to the last),
         first_step, last_step, example (a block).
     """
-    blocks, steps = named.blocks, trace.steps
-    if steps.height < LEAST_STEPS + 1 or not blocks.made.size:
+    blocks, steps = named_blocks.blocks, trace.steps
+    if steps.height < MIN_STEPS + 1 or not blocks.made.size:
         return GROWTH.to_frame()
-    made = np.maximum(blocks.made, 0)
-    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()[made]
+    created_row = np.maximum(blocks.made, 0)
+    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()[created_row]
     last = int(steps["step"].to_numpy().max())
-    left = np.flatnonzero((blocks.made >= 0) & (blocks.ended >= trace.allocations.height) & (step >= 0) & (step < last))
+    remaining = np.flatnonzero(
+        (blocks.made >= 0) & (blocks.ended >= trace.allocations.height) & (step >= 0) & (step < last)
+    )
     rows = pl.DataFrame(
         {
-            "site": named.names(left, sites=True),
-            "pool": blocks.pool[left],
-            "step": step[left],
-            "bytes": blocks.bytes[left],
-            "block": left.astype(np.uint32),
+            "site": named_blocks.names(remaining, sites=True),
+            "pool": blocks.pool[remaining],
+            "step": step[remaining],
+            "bytes": blocks.bytes[remaining],
+            "block": remaining.astype(np.uint32),
         }
     )
     grown = (
@@ -242,7 +246,7 @@ def growth(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
             example=pl.col("block").last(),
             distances=pl.col("step").unique().sort().diff().drop_nulls(),
         )
-        .filter(pl.col("step_count") >= LEAST_STEPS)
+        .filter(pl.col("step_count") >= MIN_STEPS)
         .with_columns(
             period=pl.col("distances").list.min(),
             longest=pl.col("distances").list.max(),
@@ -259,25 +263,27 @@ def growth(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
     return grown.pipe(cast_to_schema, GROWTH).sort("bytes_per_step", "site", descending=[True, False])
 
 
-POOLS = schema(
+POOLS = build_schema(
     "pool device_type device peak_bytes peak_time_ns peak_step peak_row unseen_bytes",
     "start_bytes end_bytes allocation_count free_count reserved_at_peak_bytes",
 )
 """One row per memory."""
 
-_LOST = """blocks were never freed in the recording, and yet their address was given out again: they are taken to end
+_REUSED_ADDRESS = """blocks were never freed in the recording, and yet their address was given out again: they are taken to end
 there (another thread freed them, or events were dropped)"""
-_RESIZED = "frees say another size than their allocation: that of the allocation counts"
-_UNSEEN = """storages ({size}) are alive at the end whose allocation was not recorded, and that were not there before:
+_SIZE_MISMATCH = "frees say another size than their allocation: that of the allocation counts"
+_UNRECORDED_ALLOCATION = """storages ({size}) are alive at the end whose allocation was not recorded, and that were not there before:
 other threads made them, or they are not PyTorch's own (NumPy arrays, mapped files); no figure holds them"""
-_GONE = """storages ({size}) from before the recording were not found any more at its end, but no free of them was
+_STORAGES_GONE = """storages ({size}) from before the recording were not found any more at its end, but no free of them was
 recorded: they count until the end"""
-_EARLY = """blocks ({size}) were freed whose allocation was not recorded: they are taken to be from before the
+_FREED_WITHOUT_ALLOCATION = """blocks ({size}) were freed whose allocation was not recorded: they are taken to be from before the
 recording, where no other thread made them; their owner is unknown"""
 _NO_ADDRESS = """blocks were recorded without an address: a free is taken to end the youngest block of its size, so
 that sums are right but single lifetimes are guesses"""
-_UNKNOWN = "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
-_COMPILED = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
+_UNKNOWN_BACKWARD = (
+    "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
+)
+_COMPILED_CODE = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
 modules and scopes inside it are gone"""
 
 
@@ -303,111 +309,127 @@ class Allocations(Result):
     notices: tuple[Notice, ...]
 
 
-MOST = 100
-CATEGORY_ROWS = schema("pool category evidence bytes block_count fraction")
-LARGEST = schema("pool name owner bytes category backward time_ns end_ns step")
+MAX_LARGEST = 100
+CATEGORY_ROWS = build_schema("pool category evidence bytes block_count fraction")
+LARGEST = build_schema("pool name owner bytes category backward time_ns end_ns step")
 
 
-def allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
+def explain_allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
     """Pair, name and explain the allocations of a trace (recorded with `profile_memory`).
 
     Args:
         trace: The trace; without allocation events all frames are empty.
         full_op_names: Keep namespaces in names: `aten::relu`.
     """
-    return answers(explain(trace, full_op_names=full_op_names))
+    return build_allocations(explain(trace, full_op_names=full_op_names))
 
 
-def answers(explained: ExplainedMemory, rows: Mapping[int, int] | None = None, *, most: int = MOST) -> Allocations:
+def build_allocations(
+    explained: ExplainedMemory, rows: Mapping[int, int] | None = None, *, max_blocks: int = MAX_LARGEST
+) -> Allocations:
     """The same for blocks that are explained already, and for other instants than the peaks.
 
     Args:
         explained: The blocks.
         rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
-        most: How many of the largest blocks to list; 0 for none.
+        max_blocks: How many of the largest blocks to list; 0 for none.
     """
-    trace, named, kinds, whose = explained.trace, explained.named, explained.kinds, explained.whose
-    pools = _pools(trace, named)
-    peaks, by_category, largest = [TREE_ROWS.to_frame()], [CATEGORY_ROWS.to_frame()], [LARGEST.to_frame()]
+    trace, named_blocks, kinds, owners = explained.trace, explained.named, explained.kinds, explained.whose
+    pools = _summarize_pools(trace, named_blocks)
+    peaks, category_tables, largest = [TREE_ROWS.to_frame()], [CATEGORY_ROWS.to_frame()], [LARGEST.to_frame()]
     for pool, highest, unseen in pools.select("pool", "peak_row", "unseen_bytes").rows():
         row = (rows or {}).get(pool, highest)
-        chosen = (named.blocks.pool == pool) & named.blocks.alive(row)
+        selected = (named_blocks.blocks.pool == pool) & named_blocks.blocks.alive(row)
         pool_column = pl.lit(pool, pl.Int64).alias("pool")
-        peaks.append(scope_tree(named, chosen, unseen, whose).select(pool_column, pl.all()))
+        peaks.append(build_scope_tree(named_blocks, selected, unseen, owners).select(pool_column, pl.all()))
         key = kinds.category * len(EVIDENCE) + kinds.evidence
         both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
-        sums = sum_blocks_by(named, chosen, key, pl.int_range(len(both), eager=True))
+        sums = summarize_blocks(named_blocks, selected, key, pl.int_range(len(both), eager=True))
         rows_of = [(*both[key], size, count) for key, size, count, _ in sums.rows()]
         if unseen:
             rows_of.append(("before_recording", "none", unseen, 0))
-        kept = ["category", "evidence", "bytes", "block_count"]
-        summed = pl.DataFrame(rows_of, schema={name: CATEGORY_ROWS[name] for name in kept}, orient="row")
+        category_columns = ["category", "evidence", "bytes", "block_count"]
+        summed = pl.DataFrame(rows_of, schema={name: CATEGORY_ROWS[name] for name in category_columns}, orient="row")
         summed = summed.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum())
-        whole = max(int(summed["bytes"].sum()), 1)
-        ranked = summed.with_columns(pool_column, fraction=pl.col("bytes") / whole)
+        total_bytes = max(int(summed["bytes"].sum()), 1)
+        ranked = summed.with_columns(pool_column, fraction=pl.col("bytes") / total_bytes)
         ranked = ranked.sort("bytes", "category", descending=[True, False])
-        by_category.append(ranked.pipe(cast_to_schema, CATEGORY_ROWS))
-        if not most:
+        category_tables.append(ranked.pipe(cast_to_schema, CATEGORY_ROWS))
+        if not max_blocks:
             continue
-        chosen_rows = np.flatnonzero(chosen)
-        top = chosen_rows[np.argsort(-named.blocks.bytes[chosen_rows], kind="stable")[:most]]
-        made = named.blocks.made[top]
-        step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
+        chosen_rows = np.flatnonzero(selected)
+        top = chosen_rows[np.argsort(-named_blocks.blocks.bytes[chosen_rows], kind="stable")[:max_blocks]]
+        created_row = named_blocks.blocks.made[top]
+        step = (
+            trace.allocations["step"].gather(np.maximum(created_row, 0)) if top.size else pl.Series([], dtype=pl.Int32)
+        )
         table = pl.DataFrame(
             {
-                "name": names(named, whose, top),
-                "owner": whose.table["name"].gather(pl.Series(whose.of[top]).replace(-1, None).cast(pl.UInt32)),
-                "bytes": named.blocks.bytes[top],
+                "name": build_block_names(named_blocks, owners, top),
+                "owner": owners.table["name"].gather(pl.Series(owners.of[top]).replace(-1, None).cast(pl.UInt32)),
+                "bytes": named_blocks.blocks.bytes[top],
                 "category": pl.Series(CATEGORIES).gather(kinds.category[top]),
-                "backward": named.backward[top],
-                "time_ns": pl.Series(named.blocks.start_ns[top]).replace(EXISTED, None),
-                "end_ns": pl.Series(named.blocks.end_ns[top]).replace(ALIVE, None),
-                "step": step.set(pl.Series(made < 0), None),
+                "backward": named_blocks.backward[top],
+                "time_ns": pl.Series(named_blocks.blocks.start_ns[top]).replace(EXISTED_BEFORE, None),
+                "end_ns": pl.Series(named_blocks.blocks.end_ns[top]).replace(STILL_ALIVE, None),
+                "step": step.set(pl.Series(created_row < 0), None),
             }
         )
         largest.append(table.select(pool_column, pl.all()).cast(LARGEST))
     # What pairing and naming had to assume, and what the recording cannot have seen
-    blocks = named.blocks
-    early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
+    blocks = named_blocks.blocks
+    early = np.flatnonzero((blocks.start_ns == EXISTED_BEFORE) & (blocks.owner < 0))
     without_address = int(((blocks.address == 0) & (blocks.owner < 0)).sum())
-    compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
-    listed = whose.table["bytes"].to_numpy()
+    compiled = np.flatnonzero(np.append(named_blocks.places.compiled, False)[named_blocks.position])
+    listed = owners.table["bytes"].to_numpy()
     none = early[:0]
     notices = (
-        Notice("lost-frees", "warning", _line(_LOST, none), blocks.lost_frees),
-        Notice("resized-frees", "warning", _line(_RESIZED, none), blocks.resized),
-        Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
-        Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
-        Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
-        Notice("allocations-without-address", "info", _line(_NO_ADDRESS, none), without_address),
-        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
-        Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
+        Notice("lost-frees", "warning", _format_notice(_REUSED_ADDRESS, none), blocks.lost_frees),
+        Notice("resized-frees", "warning", _format_notice(_SIZE_MISMATCH, none), blocks.resized),
+        Notice(
+            "unrecorded-allocations",
+            "warning",
+            _format_notice(_UNRECORDED_ALLOCATION, listed[owners.unseen]),
+            owners.unseen.size,
+        ),
+        Notice(
+            "unrecorded-frees", "warning", _format_notice(_STORAGES_GONE, blocks.bytes[owners.gone]), owners.gone.size
+        ),
+        Notice("freed-from-before", "info", _format_notice(_FREED_WITHOUT_ALLOCATION, blocks.bytes[early]), early.size),
+        Notice("allocations-without-address", "info", _format_notice(_NO_ADDRESS, none), without_address),
+        Notice(
+            "backward-without-forward",
+            "info",
+            _format_notice(_UNKNOWN_BACKWARD, none),
+            named_blocks.places.unknown_backward,
+        ),
+        Notice("compiled-allocations", "info", _format_notice(_COMPILED_CODE, blocks.bytes[compiled]), compiled.size),
     )
     counted = (notice for notice in notices if notice.count)
     return Allocations(
         pools,
         pl.concat(peaks),
-        pl.concat(by_category),
+        pl.concat(category_tables),
         pl.concat(largest),
-        growth(trace, named),
-        tuple(replace(notice, message=f"{units.count(notice.count)} {notice.message}") for notice in counted),
+        find_growth(trace, named_blocks),
+        tuple(replace(notice, message=f"{units.format_count(notice.count)} {notice.message}") for notice in counted),
     )
 
 
-TREE_ROWS = schema("pool", TREE)
+TREE_ROWS = build_schema("pool", TREE)
 
 
-def _pools(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
+def _summarize_pools(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
     rows = trace.allocations
     times = rows["time_ns"]
     out = []
-    for number, pool in enumerate(named.blocks.pools):
-        levels = named.blocks.levels(number, rows.height)
+    for number, pool in enumerate(named_blocks.blocks.pools):
+        levels = named_blocks.blocks.levels(number, rows.height)
         unseen = 0 if pool.start_bytes is None else pool.start_bytes - int(levels[0])
         peak = int(levels.argmax())
         row = max(peak - 1, 0)
-        in_pool = named.blocks.pool == number
-        before = named.blocks.start_ns == EXISTED
+        in_pool = named_blocks.blocks.pool == number
+        before = named_blocks.blocks.start_ns == EXISTED_BEFORE
         out.append(
             {
                 "pool": number,
@@ -421,21 +443,21 @@ def _pools(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
                 "start_bytes": pool.start_bytes,
                 "end_bytes": int(levels[-1]) + unseen,
                 "allocation_count": int((in_pool & ~before).sum()),
-                "free_count": int((in_pool & (named.blocks.end_ns != ALIVE)).sum()),
+                "free_count": int((in_pool & (named_blocks.blocks.end_ns != STILL_ALIVE)).sum()),
                 "reserved_at_peak_bytes": rows["reserved_bytes"][row] if pool.start_bytes is not None else None,
             }
         )
     return pl.DataFrame(out, schema=POOLS)
 
 
-def _line(text: str, sizes: Ints) -> str:
-    return text.replace("\n", " ").format(size=units.size(int(sizes.sum())))
+def _format_notice(text: str, sizes: Ints) -> str:
+    return text.replace("\n", " ").format(size=units.format_size(int(sizes.sum())))
 
 
-ACTIVATIONS = schema("module call_count bytes block_count saved_bytes host_ns device_ns")
+ACTIVATIONS = build_schema("module call_count bytes block_count saved_bytes host_ns device_ns")
 
 
-def module_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.DataFrame:
+def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.DataFrame:
     """Activations alive at an instant by the module that made them.
 
     Args:
@@ -450,26 +472,26 @@ def module_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.Da
         of these calls on their threads, and of the GPU work that they launched). Rows of a module and of the modules
         inside it overlap.
     """
-    blocks, places = explained.named.blocks, explained.named.places
-    if explained.stacks is not None or not places.path.size:
+    blocks, block_places = explained.named.blocks, explained.named.places
+    if explained.stacks is not None or not block_places.path.size:
         return ACTIVATIONS.to_frame()
-    tree = forest(explained.trace)
-    held = (blocks.pool == pool) & blocks.alive(row) & (explained.kinds.category == ACTIVATION) & (blocks.made >= 0)
+    tree = build_forest(explained.trace)
+    is_saved = (blocks.pool == pool) & blocks.alive(row) & (explained.kinds.category == ACTIVATION) & (blocks.made >= 0)
     # every pair of a module call and a block that was made in it, at any depth
-    is_call = module_calls(explained.trace, tree)
-    above = tree.nearest(is_call)
-    block = np.flatnonzero(held)
-    at = np.append(tree.nearest_or_self(is_call, above), -1)[explained.named.position[block]]
-    calls, made_in = [at[:0]], [block[:0]]
-    while (at >= 0).any():
-        inside = np.flatnonzero(at >= 0)
-        at, block = at[inside], block[inside]
-        calls.append(at)
+    is_call = find_module_calls(explained.trace, tree)
+    parent_call = tree.nearest(is_call)
+    block = np.flatnonzero(is_saved)
+    call_row = np.append(tree.nearest_or_self(is_call, parent_call), -1)[explained.named.position[block]]
+    calls, made_in = [call_row[:0]], [block[:0]]
+    while (call_row >= 0).any():
+        in_call = np.flatnonzero(call_row >= 0)
+        call_row, block = call_row[in_call], block[in_call]
+        calls.append(call_row)
         made_in.append(block)
-        at = above[at]
+        call_row = parent_call[call_row]
     block = np.concatenate(made_in)
     pairs = pl.DataFrame({"call": np.concatenate(calls), "bytes": blocks.bytes[block], "made": blocks.made[block]})
-    by_call = pairs.group_by("call").agg(
+    call_sums = pairs.group_by("call").agg(
         pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
         output=pl.col("bytes").sort_by("made").last(),
     )  # fmt: skip
@@ -478,10 +500,10 @@ def module_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.Da
     has_launch = position >= 0
     launched_ns = np.zeros(tree.row.size, dtype=np.int64)  # of the GPU work that each host event launched itself
     np.add.at(launched_ns, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0))
-    call = by_call["call"].to_numpy()
-    paths = pl.Series(places.modules, dtype=pl.String)
-    call_costs = by_call.with_columns(
-        module=paths.gather(places.path[call]),
+    call = call_sums["call"].to_numpy()
+    paths = pl.Series(block_places.modules, dtype=pl.String)
+    call_costs = call_sums.with_columns(
+        module=paths.gather(block_places.path[call]),
         host_ns=pl.Series(tree.span_ns()[call]),
         device_ns=pl.Series(tree.subtree_sums(launched_ns)[call]),
     )
@@ -490,5 +512,5 @@ def module_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.Da
         pl.col("bytes", "block_count", "host_ns", "device_ns").sum(),
         saved_bytes=(pl.col("bytes") - pl.col("output")).sum(),
     )
-    chosen = summed.filter(pl.col("saved_bytes") > 0).pipe(cast_to_schema, ACTIVATIONS)
-    return chosen.sort("saved_bytes", "module", descending=[True, False])
+    saved = summed.filter(pl.col("saved_bytes") > 0).pipe(cast_to_schema, ACTIVATIONS)
+    return saved.sort("saved_bytes", "module", descending=[True, False])

@@ -10,15 +10,15 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.analyze.memory import SHARED, census, shared_memory
+from traceloom.analyze.memory import SHARED_MEMORY, is_shared_memory, read_first_census
 from traceloom.trace.array_types import Array, Bools, Ints
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.trace import Trace
 
-_SHORT: Any = np.int32  # of numbers of rows and blocks: half of the memory
-ALIVE = np.iinfo(np.int64).max
+_INDEX_TYPE: Any = np.int32  # of numbers of rows and blocks: half of the memory
+STILL_ALIVE = np.iinfo(np.int64).max
 """End of a block that nobody frees while the recording lasts."""
-EXISTED = np.iinfo(np.int64).min
+EXISTED_BEFORE = np.iinfo(np.int64).min
 """Start of a block that existed when the recording began."""
 
 
@@ -83,15 +83,15 @@ class Blocks(Struct, frozen=True):
         change = np.zeros(rows + 1, dtype=np.int64)
         made_inside = self.made >= 0
         change[0] = self.bytes[in_pool & ~made_inside].sum()
-        chosen = np.flatnonzero(in_pool & made_inside)
-        change[self.made[chosen] + 1] += self.bytes[chosen]  # a row makes one block at most, and ends one at most
-        chosen = np.flatnonzero(in_pool & (self.ended < rows))
-        change[self.ended[chosen] + 1] -= self.bytes[chosen]
+        selected = np.flatnonzero(in_pool & made_inside)
+        change[self.made[selected] + 1] += self.bytes[selected]  # a row makes one block at most, and ends one at most
+        selected = np.flatnonzero(in_pool & (self.ended < rows))
+        change[self.ended[selected] + 1] -= self.bytes[selected]
         levels: Ints = np.cumsum(change, out=change)
         return levels
 
 
-def blocks(trace: Trace) -> Blocks:
+def build_blocks(trace: Trace) -> Blocks:
     """Pair allocations and frees of each memory by address over time.
 
     An address is given out again after a free, so at each address events alternate. Two allocations in a row mean that
@@ -104,50 +104,56 @@ def blocks(trace: Trace) -> Blocks:
     rows = trace.allocations
     if (rows["bytes"] == 0).any():
         rows = rows.with_row_index("row").filter(pl.col("bytes") != 0)
-    early = census(trace) if rows.height else census(trace).clear()  # allocations before all others
+    early = (
+        read_first_census(trace) if rows.height else read_first_census(trace).clear()
+    )  # allocations before all others
     early_count = early.height
-    pools, pool = _pools(early, rows)
+    pools, pool = _find_pools(early, rows)
     address = rows["address"].to_numpy()
     address = np.concatenate([early["address"].to_numpy(), address]) if early_count else address
     size, time = rows["bytes"].to_numpy(), rows["time_ns"].to_numpy()
     is_free = np.concatenate([np.zeros(early_count, dtype=np.bool_), size < 0])
-    following, after_one = _neighbours(pool, address, is_free)
+    following, after_one = _find_neighbours(pool, address, is_free)
     without = np.flatnonzero(address[early_count:] == 0) + early_count
     if without.size:
-        places = _places_by_size(pool[without], size[without - early_count])
-        next_one, after_one[without] = _neighbours(pool[without], places, is_free[without])
+        rank_by_size = _places_by_size(pool[without], size[without - early_count])
+        next_one, after_one[without] = _find_neighbours(pool[without], rank_by_size, is_free[without])
         following[without] = np.where(next_one >= 0, without[next_one], -1)
-    alone, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
+    lone_frees, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
     # blocks from before come first: those of the census, then those known by their free
-    first = early_count + alone.size
-    event = np.concatenate([make[:early_count], alone, make[early_count:]], dtype=_SHORT, casting="same_kind")
+    first = early_count + lone_frees.size
+    event = np.concatenate([make[:early_count], lone_frees, make[early_count:]], dtype=_INDEX_TYPE, casting="same_kind")
     del make, after_one
     end = following[event]
-    end[early_count:first] = alone
-    ends = end >= 0
-    freed = ends & is_free[end]
+    end[early_count:first] = lone_frees
+    has_end = end >= 0
+    freed = has_end & is_free[end]
     del following
-    number = rows["row"].to_numpy().astype(_SHORT) if "row" in rows.columns else np.arange(rows.height, dtype=_SHORT)
-    made, start_ns = np.full(event.size, -1, dtype=_SHORT), np.full(event.size, EXISTED)
-    made[first:], start_ns[first:] = number[event[first:] - early_count], time[event[first:] - early_count]
-    ended, end_ns = np.full(event.size, trace.allocations.height, dtype=_SHORT), np.full(event.size, ALIVE)
-    ended[ends], end_ns[ends] = number[end[ends] - early_count], time[end[ends] - early_count]
-    held = np.concatenate([early["bytes"].to_numpy(), np.abs(size[event[early_count:] - early_count])])
-    owner = np.full(event.size, -1, dtype=_SHORT)
+    number = (
+        rows["row"].to_numpy().astype(_INDEX_TYPE)
+        if "row" in rows.columns
+        else np.arange(rows.height, dtype=_INDEX_TYPE)
+    )
+    created, start_ns = np.full(event.size, -1, dtype=_INDEX_TYPE), np.full(event.size, EXISTED_BEFORE)
+    created[first:], start_ns[first:] = number[event[first:] - early_count], time[event[first:] - early_count]
+    ended, end_ns = np.full(event.size, trace.allocations.height, dtype=_INDEX_TYPE), np.full(event.size, STILL_ALIVE)
+    ended[has_end], end_ns[has_end] = number[end[has_end] - early_count], time[end[has_end] - early_count]
+    block_bytes = np.concatenate([early["bytes"].to_numpy(), np.abs(size[event[early_count:] - early_count])])
+    owner = np.full(event.size, -1, dtype=_INDEX_TYPE)
     owner[:early_count] = np.arange(early_count)
     return Blocks(
-        pools, pool[event], made, ended, start_ns, end_ns, held, address[event], owner,
-        lost_frees=int((ends & ~freed & (made >= 0)).sum()),
-        resized=int((held[freed] != -size[end[freed] - early_count]).sum()),
+        pools, pool[event], created, ended, start_ns, end_ns, block_bytes, address[event], owner,
+        lost_frees=int((has_end & ~freed & (created >= 0)).sum()),
+        resized=int((block_bytes[freed] != -size[end[freed] - early_count]).sum()),
     )  # fmt: skip
 
 
-def _neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Bools]:
+def _find_neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Bools]:
     """The next event at the same address of the same memory, -1 for none; and whether the one before it made a block.
 
     Nothing is known to follow at address 0.
     """
-    order = np.argsort(address, kind="stable").astype(_SHORT)
+    order = np.argsort(address, kind="stable").astype(_INDEX_TYPE)
     if pool.size and (pool != pool[0]).any():
         order = order[np.argsort(pool[order], kind="stable")]
     addresses = address[order]
@@ -157,7 +163,7 @@ def _neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Boo
     follows &= pools[1:] == pools[:-1]
     del pools
     first, second = order[:-1][follows], order[1:][follows]
-    following = np.full(address.size, -1, dtype=_SHORT)
+    following = np.full(address.size, -1, dtype=_INDEX_TYPE)
     following[first] = second
     after_one = np.zeros(address.size, dtype=np.bool_)
     after_one[second] = ~is_free[first]
@@ -175,15 +181,15 @@ def _places_by_size(pool: Array, size: Ints) -> NDArray[np.uint64]:
     return events.select(pl.struct("pool", "bytes", count).rank("dense").cast(pl.UInt64)).to_series().to_numpy()
 
 
-def _pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Array]:
+def _find_pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Array]:
     """The memories, and which of them each storage of the census and each event is about."""
     key = ["device_type", "device", "shared"]
-    shared = shared_memory(rows).alias("shared")
+    shared = is_shared_memory(rows).alias("shared")
     events = rows.select("device_type", pl.col("device").fill_null(-1), shared)
     events = pl.concat([early.select("device_type", "device", pl.lit(False).alias("shared")), events])
     kinds = events.unique(maintain_order=True)
-    seen = pl.int_range(pl.len()).first().over("device_type")  # types of devices in the order in which they appear
-    kinds = kinds.sort(seen, "shared", "device").with_row_index("pool")
+    first_row = pl.int_range(pl.len()).first().over("device_type")  # types of devices in the order in which they appear
+    kinds = kinds.sort(first_row, "shared", "device").with_row_index("pool")
     if kinds.height == 1:
         pool = np.zeros(events.height, dtype=np.int16)
     else:
@@ -193,31 +199,33 @@ def _pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], A
         first = np.flatnonzero(pool[early.height :] == number)[:1].tolist() if kind != "cpu" else []
         total = rows["allocated_bytes"][first[0]] if first else None
         start = None if total is None else total - rows["bytes"][first[0]]
-        pools.append(Pool(SHARED if is_shared else kind, device, start))
+        pools.append(Pool(SHARED_MEMORY if is_shared else kind, device, start))
     return tuple(pools), pool
 
 
-LIFETIMES = schema("from_ns to_ns block_count bytes")
-_DECADES = 13  # up to 10^12 ns, a quarter of an hour
+LIFETIMES = build_schema("from_ns to_ns block_count bytes")
+_MAX_DECADES = 13  # up to 10^12 ns, a quarter of an hour
 
 
-def lifetimes(blocks: Blocks) -> pl.DataFrame:
+def count_by_lifetime(blocks: Blocks) -> pl.DataFrame:
     """Blocks by the decade of their lifetime; those whose start or end lies outside the recording are not among them.
 
     Returns:
         `LIFETIMES`: [from_ns, to_ns), the shortest first; decades without blocks are left out.
     """
-    complete = np.flatnonzero((blocks.start_ns != EXISTED) & (blocks.end_ns != ALIVE))
+    complete = np.flatnonzero((blocks.start_ns != EXISTED_BEFORE) & (blocks.end_ns != STILL_ALIVE))
     life = np.maximum(blocks.end_ns[complete] - blocks.start_ns[complete], 1)
-    decade = np.minimum(np.searchsorted(10 ** np.arange(1, _DECADES, dtype=np.int64), life, side="right"), _DECADES - 1)
-    count = np.bincount(decade, minlength=_DECADES)
-    size = np.bincount(decade, weights=blocks.bytes[complete], minlength=_DECADES).astype(np.int64)
-    lows = 10 ** np.arange(_DECADES, dtype=np.int64)
+    decade = np.minimum(
+        np.searchsorted(10 ** np.arange(1, _MAX_DECADES, dtype=np.int64), life, side="right"), _MAX_DECADES - 1
+    )
+    count = np.bincount(decade, minlength=_MAX_DECADES)
+    size = np.bincount(decade, weights=blocks.bytes[complete], minlength=_MAX_DECADES).astype(np.int64)
+    lows = 10 ** np.arange(_MAX_DECADES, dtype=np.int64)
     lows[0] = 0
     return pl.DataFrame(
         {
             "from_ns": lows,
-            "to_ns": 10 ** np.arange(1, _DECADES + 1, dtype=np.int64),
+            "to_ns": 10 ** np.arange(1, _MAX_DECADES + 1, dtype=np.int64),
             "block_count": count,
             "bytes": size,
         },
@@ -225,29 +233,29 @@ def lifetimes(blocks: Blocks) -> pl.DataFrame:
     ).filter(pl.col("block_count") > 0)
 
 
-INSTANTS = 480
+MAX_INSTANTS = 480
 """About how many instants a curve has; the highest of all is among them."""
 
 
-def instants(levels: Ints, most: int = INSTANTS) -> Ints:
+def choose_instants(levels: Ints, max_instants: int = MAX_INSTANTS) -> Ints:
     """Rows at which a curve is drawn: first and highest of each of so many equal parts, and the last row.
 
     Args:
         levels: Bytes after each row, with the start before the first row, as `Blocks.levels` gives them.
-        most: About how many.
+        max_instants: About how many.
 
     Returns:
         Row numbers, sorted; -1 is the start.
     """
     size = levels.size
-    if size <= most:
+    if size <= max_instants:
         return np.arange(size) - 1
-    bounds = -(-np.arange(most // 2 + 1) * size // (most // 2))
+    bounds = -(-np.arange(max_instants // 2 + 1) * size // (max_instants // 2))
     highest = bounds[:-1] + [int(levels[low:high].argmax()) for low, high in pairwise(bounds.tolist())]
     return np.unique(np.concatenate([bounds[:-1], highest, [size - 1]])) - 1
 
 
-def levels_over_time(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) -> Ints:
+def compute_levels(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int) -> Ints:
     """Bytes of the blocks of one memory by key just after each of the rows, shape (keys, rows).
 
     Args:
@@ -263,23 +271,23 @@ def levels_over_time(blocks: Blocks, key: Ints, keys: int, rows: Ints, pool: int
     used = np.flatnonzero(present)
     first = ((np.cumsum(present) - 1) * width)[key[in_pool]]  # offset of each block's key among those in use
     change = np.zeros(used.size * width)
-    for at, sign in ((blocks.made[in_pool], 1), (blocks.ended[in_pool], -1)):
+    for change_rows, sign in ((blocks.made[in_pool], 1), (blocks.ended[in_pool], -1)):
         # weights are summed as doubles, which are exact below 2^53 bytes
-        cell = first + np.searchsorted(rows, at)
+        cell = first + np.searchsorted(rows, change_rows)
         change += sign * np.bincount(cell, weights=blocks.bytes[in_pool], minlength=change.size)
     levels = np.zeros((keys, rows.size), dtype=np.int64)
     levels[used] = np.cumsum(change.astype(np.int64).reshape(used.size, width)[:, :-1], axis=1)
     return levels
 
 
-def largest_keys(levels: Ints, most: int) -> tuple[Ints, Ints]:
+def select_largest_keys(levels: Ints, max_keys: int) -> tuple[Ints, Ints]:
     """The keys with the highest levels, and a row that adds up all others.
 
     Returns:
-        Their numbers (at most `most`, the highest first), and the levels of these and of the rest, shape (<= most + 1,
+        Their numbers (at most `max_keys`, the highest first), and the levels of these and of the rest, shape (<= most + 1,
         rows); the last row is the rest.
     """
     order = np.argsort(-levels.max(axis=1, initial=0), kind="stable")
-    kept = order[:most]
-    rest = levels[order[most:]].sum(axis=0, keepdims=True)
-    return kept, np.concatenate([levels[kept], rest])
+    largest = order[:max_keys]
+    remainder = levels[order[max_keys:]].sum(axis=0, keepdims=True)
+    return largest, np.concatenate([levels[largest], remainder])

@@ -9,28 +9,28 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK, classify_events
-from traceloom.analyze.memory_blocks import Blocks, blocks
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.ancestry import Forest, build_forest
+from traceloom.analyze.autograd import match_backward_ops
+from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK_PATTERN, classify_events
+from traceloom.analyze.memory_blocks import Blocks, build_blocks
+from traceloom.analyze.names import build_vocabulary
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows
-from traceloom.trace.batch import per_trace
+from traceloom.trace.arrays import gather_rows, get_event_column
+from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.trace import Trace
 
 NO_OP = "none"
 UNKNOWN_BACKWARD = "backward.unknown"
 PYTHON_MODULE = "nn.Module: "
 _WRAPPER = r"^nn\.Module: (?:(?:Distributed|FullySharded)?DataParallel|CheckpointWrapper|OffloadWrapper)_\d+$"
-_WRAPPERS_OWN = r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
+_WRAPPER_ANNOTATION = r"^(?:Distributed|FullySharded)?DataParallel\.forward$"  # their annotation of the whole call
 _PREFIXES = (SCOPE_PREFIX, MODULE_PREFIX)
-_EVALUATE = "autograd::engine::evaluate_function: "
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
-_OPTIMIZER = re.compile(r"^Optimizer\.\w+#(?=.)")
-_COMPILED = r"^(Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph)"
-_DEEPEST = 256
+_EVALUATE_PREFIX = "autograd::engine::evaluate_function: "
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_OPTIMIZER_PATTERN = re.compile(r"^Optimizer\.\w+#(?=.)")
+_COMPILED_PATTERN = r"^(Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph)"
+_MAX_DEPTH = 256
 
 
 class EventScopes(Struct, frozen=True):
@@ -60,110 +60,114 @@ class EventScopes(Struct, frozen=True):
     unknown_backward: int
 
 
-def places(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> EventScopes:
+def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> EventScopes:
     """Find scope and op of every host event."""
-    words, is_op = vocabulary(trace), classify_events(trace).op
-    code = words.code[tree.row]
+    vocabulary, is_op = build_vocabulary(trace), classify_events(trace).op
+    code = vocabulary.code[tree.row]
     # scopes: ours, modules, and regions that the user or PyTorch annotates
-    no_scope = gather_rows(words.matching(STEP_MARK) | words.matching(_WRAPPERS_OWN), code)
-    annotation = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
-    ours = gather_rows(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
-    is_scope = ours | module_calls(trace, tree) | (annotation & ~no_scope)
+    no_scope = gather_rows(vocabulary.matching(STEP_MARK_PATTERN) | vocabulary.matching(_WRAPPER_ANNOTATION), code)
+    annotation = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    is_own_scope = gather_rows(vocabulary.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
+    is_scope = is_own_scope | find_module_calls(trace, tree) | (annotation & ~no_scope)
     scope = tree.nearest_or_self(is_scope)
-    paths, modules, path_of = _paths(trace, tree, is_scope)
+    paths, modules, path_of = _build_paths(trace, tree, is_scope)
     path = np.append(path_of, 0)[scope]
-    is_node = gather_rows(words.names.str.starts_with(_EVALUATE).to_numpy(), code)
-    alone = np.arange(is_op.size) + is_op.size + 1  # kinds of their own, for what is no op
-    top_ops = is_op & tree.topmost_of_kind(np.where(is_op, scope + 1, alone))  # no other op between them and the scope
+    is_node = gather_rows(vocabulary.names.str.starts_with(_EVALUATE_PREFIX).to_numpy(), code)
+    own_kinds = np.arange(is_op.size) + is_op.size + 1  # kinds of their own, for what is no op
+    top_ops = is_op & tree.topmost_of_kind(
+        np.where(is_op, scope + 1, own_kinds)
+    )  # no other op between them and the scope
     top = top_ops | is_node  # a backward pass may run inside a node of another
     op = tree.nearest_or_self(top)
     op = np.where((op >= 0) & (scope[op] == scope), op, -1)
     # names of ops as they are in identifiers
-    plain = words.names.str.strip_prefix(_EVALUATE)
+    base_names = vocabulary.names.str.strip_prefix(_EVALUATE_PREFIX)
     if not full_op_names:
-        plain = plain.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
-    distinct = plain.unique(maintain_order=True)
-    number = plain.replace_strict(distinct, pl.int_range(1, distinct.len() + 1, eager=True)).to_numpy()
+        base_names = base_names.str.replace(r"^(?:[A-Za-z_]\w*::)+", "")
+    distinct = base_names.unique(maintain_order=True)
+    number = base_names.replace_strict(distinct, pl.int_range(1, distinct.len() + 1, eager=True)).to_numpy()
     label = np.where(op >= 0, number.astype(np.int64)[code][op], 0)
-    node, home, unknown = _backward(trace, tree, is_node)
+    node, home, unknown = _find_backward_nodes(trace, tree, is_node)
     backward = node >= 0
     has_home = home >= 0
     inner = has_home & (scope > node)  # a scope opened inside the backward node: what it recomputes
-    paths, modules, path = _merged(paths, modules, path, np.where(inner, path[home], -1))
+    paths, modules, path = _merge_recomputed_paths(paths, modules, path, np.where(inner, path[home], -1))
     source = np.where(has_home & ~inner, home, np.arange(home.size))
-    for _ in range(_DEEPEST.bit_length()):  # the forward op may itself be one that a checkpoint has run again
+    for _ in range(_MAX_DEPTH.bit_length()):  # the forward op may itself be one that a checkpoint has run again
         source = source[source]
     path = path[source]
     if unknown:
         paths, modules = [*paths, UNKNOWN_BACKWARD], [*modules, ""]
         path = np.where(backward & ~has_home, len(paths) - 1, path)
-    compiled = tree.nearest_or_self(gather_rows(words.matching(_COMPILED), code)) >= 0
+    compiled = tree.nearest_or_self(gather_rows(vocabulary.matching(_COMPILED_PATTERN), code)) >= 0
     labels = [NO_OP, *distinct.to_list()]
     return EventScopes(paths, modules, path, labels, label, op, backward, compiled, unknown)
 
 
-def module_calls(trace: Trace, tree: Forest) -> Bools:
+def find_module_calls(trace: Trace, tree: Forest) -> Bools:
     """Which events are calls of modules: the scopes that `record --memory` opens, else Python frames.
 
     Frames of wrappers that only pass calls on (`DistributedDataParallel`) do not count.
     """
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    annotated: Bools = gather_rows(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    vocabulary = build_vocabulary(trace)
+    code = vocabulary.code[tree.row]
+    annotated: Bools = gather_rows(vocabulary.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
     if annotated.any():
         return annotated
-    python = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.PYTHON)
-    framed = words.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~words.matching(_WRAPPER)
+    python = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+    framed = vocabulary.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~vocabulary.matching(_WRAPPER)
     frames: Bools = python & gather_rows(framed, code)
     return frames
 
 
-def _paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list[str], Ints]:
+def _build_paths(trace: Trace, tree: Forest, is_scope: Bools) -> tuple[list[str], list[str], Ints]:
     """The distinct dotted paths, the path of the innermost module of each, and the number of each scope's path.
 
     0 stands where there is no scope.
     """
-    words = vocabulary(trace)
-    code = words.code[tree.row].astype(np.int64)
-    above = tree.nearest(is_scope)
+    vocabulary = build_vocabulary(trace)
+    code = vocabulary.code[tree.row].astype(np.int64)
+    outer_scope = tree.nearest(is_scope)
     out = np.zeros(is_scope.size, dtype=np.int64)
-    paths, modules, own = [""], [""], [""]  # own: the recorded name of the path's last scope
+    paths, modules, recorded_names = [""], [""], [""]  # own: the recorded name of the path's last scope
     path_numbers: dict[tuple[int, int], int] = {}
-    level = np.flatnonzero(is_scope & (above < 0))
-    for _ in range(_DEEPEST):
+    level = np.flatnonzero(is_scope & (outer_scope < 0))
+    for _ in range(_MAX_DEPTH):
         if not level.size:
             break
-        outer = np.where(above[level] >= 0, out[above[level]], 0)
+        outer = np.where(outer_scope[level] >= 0, out[outer_scope[level]], 0)
         pair, number = np.unique(np.stack([outer, code[level]]), axis=1, return_inverse=True)
-        turn = np.empty(pair.shape[1], dtype=np.int64)
-        for k, (at, name) in enumerate(pair.T.tolist()):
-            if (at, name) not in path_numbers:
-                recorded = str(words.names[name])
-                path_numbers[at, name] = len(paths)
+        pair_paths = np.empty(pair.shape[1], dtype=np.int64)
+        for k, (outer_path, name) in enumerate(pair.T.tolist()):
+            if (outer_path, name) not in path_numbers:
+                recorded = str(vocabulary.names[name])
+                path_numbers[outer_path, name] = len(paths)
                 # One of Traceloom's own scopes already carries the names of its own scopes around it.
-                dotted, around = (
+                dotted, outer_name = (
                     next((text[len(prefix) :] for prefix in _PREFIXES if text.startswith(prefix)), None)
-                    for text in (recorded, own[at])
+                    for text in (recorded, recorded_names[outer_path])
                 )
                 if dotted is None:  # `Optimizer.step#Adam.step` is `Adam.step`
-                    last = _OPTIMIZER.sub("", recorded.removeprefix(PYTHON_MODULE))
+                    last = _OPTIMIZER_PATTERN.sub("", recorded.removeprefix(PYTHON_MODULE))
                 else:
-                    last = dotted.removeprefix(f"{around}.") if around is not None else dotted
-                module = modules[at]  # of the innermost module: without the scopes between them
+                    last = dotted.removeprefix(f"{outer_name}.") if outer_name is not None else dotted
+                module = modules[outer_path]  # of the innermost module: without the scopes between them
                 if recorded.startswith((MODULE_PREFIX, PYTHON_MODULE)):
                     module = f"{module}.{last}" if module else last
                 modules.append(module)
-                paths.append(f"{paths[at]}.{last}" if paths[at] else last)
-                own.append(recorded)
-            turn[k] = path_numbers[at, name]
-        out[level] = turn[number.reshape(-1)]
-        inside = np.zeros(is_scope.size + 1, dtype=np.bool_)
-        inside[level] = True
-        level = np.flatnonzero(is_scope & inside[above])
+                paths.append(f"{paths[outer_path]}.{last}" if paths[outer_path] else last)
+                recorded_names.append(recorded)
+            pair_paths[k] = path_numbers[outer_path, name]
+        out[level] = pair_paths[number.reshape(-1)]
+        in_level = np.zeros(is_scope.size + 1, dtype=np.bool_)
+        in_level[level] = True
+        level = np.flatnonzero(is_scope & in_level[outer_scope])
     return paths, modules, out
 
 
-def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tuple[list[str], list[str], Ints]:
+def _merge_recomputed_paths(
+    paths: list[str], modules: list[str], path: Ints, home: Ints
+) -> tuple[list[str], list[str], Ints]:
     """The paths of what a backward node recomputes, as they are in the forward pass.
 
     There only the modules stand around it. The path of the node's forward op says what stood around these: up to where
@@ -177,9 +181,9 @@ def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tup
     path_numbers = {text: k for k, text in reversed(list(enumerate(paths)))}
     new = []
     for outer, inner in pairs.T.tolist():
-        around, parts = paths[outer].split("."), paths[inner].split(".")
-        at = around.index(parts[0]) if parts[0] in around else 0
-        text = ".".join([*around[:at], *parts])
+        outer_parts, parts = paths[outer].split("."), paths[inner].split(".")
+        index = outer_parts.index(parts[0]) if parts[0] in outer_parts else 0
+        text = ".".join([*outer_parts[:index], *parts])
         if text not in path_numbers:
             path_numbers[text] = len(paths)
             paths.append(text)
@@ -190,15 +194,15 @@ def _merged(paths: list[str], modules: list[str], path: Ints, home: Ints) -> tup
     return paths, modules, out
 
 
-def _backward(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]:
+def _find_backward_nodes(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]:
     """The backward node (position) each event is part of, -1 for none; its forward op; how many nodes lack one.
 
     A node that only adds to a gradient inherits from the node before it on its thread, which made that gradient:
     autograd runs it at once.
     """
-    words = vocabulary(trace)
-    code = words.code[tree.row]
-    joined = backward_of(trace)
+    vocabulary = build_vocabulary(trace)
+    code = vocabulary.code[tree.row]
+    joined = match_backward_ops(trace)
     home = np.full(node.size, -1, dtype=np.int64)
     if joined is not None:
         home[joined.backward] = joined.forward
@@ -206,10 +210,10 @@ def _backward(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]
         inner = np.flatnonzero((home >= 0) & ~node & (tree.parent >= 0))[::-1]
         inner = inner[node[tree.parent[inner]] & (home[tree.parent[inner]] < 0)]
         home[tree.parent[inner]] = home[inner]
-        home = _of_nested(trace, tree, node, home)
+        home = _match_nested_nodes(trace, tree, node, home)
     first = tree.nearest_or_self(node)
     nodes = np.flatnonzero(node)
-    accumulates = gather_rows(words.names.str.ends_with(_ACCUMULATE).to_numpy(), code)[nodes]
+    accumulates = gather_rows(vocabulary.names.str.ends_with(_ACCUMULATE_GRAD).to_numpy(), code)[nodes]
     inherits = accumulates & (home[nodes] < 0)
     source = np.where(inherits, -1, np.arange(nodes.size))
     source = np.maximum.accumulate(source)
@@ -217,42 +221,42 @@ def _backward(trace: Trace, tree: Forest, node: Bools) -> tuple[Ints, Ints, int]
     home[nodes] = np.where(inherits & same, home[nodes[np.maximum(source, 0)]], home[nodes])
     backward = first >= 0
     # a backward op may be recorded without the engine's span around it
-    alone = (home >= 0) & ~backward
-    owner = tree.nearest_or_self(node | alone)
+    is_standalone = (home >= 0) & ~backward
+    owner = tree.nearest_or_self(node | is_standalone)
     return owner, np.where(owner >= 0, np.append(home, -1)[owner], -1), int((home[nodes] < 0).sum())
 
 
-def _of_nested(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
+def _match_nested_nodes(trace: Trace, tree: Forest, node: Bools, home: Ints) -> Ints:
     """Forward ops of nodes inside other nodes: by sequence number, among the ops that the outer node has run again.
 
     A backward pass runs inside a node of another one where checkpointing is reentrant.
     """
-    inside = np.flatnonzero(node & (home < 0) & (tree.nearest(node) >= 0))
+    nested = np.flatnonzero(node & (home < 0) & (tree.nearest(node) >= 0))
     sequence = trace.events["sequence"].fill_null(-1).to_numpy()[tree.row]
-    inside = inside[sequence[inside] >= 0]
-    if not inside.size:
+    nested = nested[sequence[nested] >= 0]
+    if not nested.size:
         return home
-    again = np.flatnonzero((sequence >= 0) & ~node & (tree.nearest(node) >= 0))
-    forward = trace.events["forward_thread"].fill_null(0).to_numpy()[tree.row[again]] == 0
-    again = again[forward]
-    if not again.size:
+    reruns = np.flatnonzero((sequence >= 0) & ~node & (tree.nearest(node) >= 0))
+    forward = trace.events["forward_thread"].fill_null(0).to_numpy()[tree.row[reruns]] == 0
+    reruns = reruns[forward]
+    if not reruns.size:
         return home
     # the last before the node: threads count each for itself, and come one after the other in the forest
-    numbers, code = np.unique(sequence[again], return_inverse=True)
-    own = np.minimum(np.searchsorted(numbers, sequence[inside]), numbers.size - 1)
-    keys = np.sort(code * node.size + again)
-    last = np.searchsorted(keys, own * node.size + inside) - 1
-    matched = (numbers[own] == sequence[inside]) & (last >= 0) & (keys[last] // node.size == own)
+    numbers, code = np.unique(sequence[reruns], return_inverse=True)
+    number_index = np.minimum(np.searchsorted(numbers, sequence[nested]), numbers.size - 1)
+    keys = np.sort(code * node.size + reruns)
+    last = np.searchsorted(keys, number_index * node.size + nested) - 1
+    matched = (numbers[number_index] == sequence[nested]) & (last >= 0) & (keys[last] // node.size == number_index)
     out = home.copy()
-    out[inside[matched]] = keys[last[matched]] % node.size
+    out[nested[matched]] = keys[last[matched]] % node.size
     return out
 
 
-_PIECE = 1 << 20
-_SHORT: Any = np.int32  # of positions that are kept: half of the memory
+_PIECE_ROWS = 1 << 20
+_POSITION_TYPE: Any = np.int32  # of positions that are kept: half of the memory
 
 
-def innermost(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
+def find_innermost_events(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
     """Position (in the forest) of the innermost host event open at each row's time on its thread; -1 for none.
 
     Args:
@@ -263,26 +267,26 @@ def innermost(trace: Trace, tree: Forest, rows: pl.DataFrame) -> Ints:
     Returns:
         Short integers, shape (rows,); found piece by piece, because there may be many times more rows than events.
     """
-    out = np.empty(rows.height, dtype=_SHORT)
-    for low in range(0, rows.height, _PIECE):
-        piece = rows.slice(low, _PIECE)
-        lane, time = _lanes(trace, piece), piece["time_ns"].to_numpy()
+    out = np.empty(rows.height, dtype=_POSITION_TYPE)
+    for low in range(0, rows.height, _PIECE_ROWS):
+        batch = rows.slice(low, _PIECE_ROWS)
+        lane, time = _find_lanes(trace, batch), batch["time_ns"].to_numpy()
         position = np.full(time.size, -1, dtype=np.int64)
         for number in np.unique(lane[lane >= 0]).tolist():
             first, last = np.searchsorted(tree.lane, [number, number + 1])
             on_lane = np.flatnonzero(lane == number)
-            at = first + np.searchsorted(tree.start_ns[first:last], time[on_lane], side="right") - 1
-            position[on_lane] = np.where(at >= first, at, -1)
+            candidates = first + np.searchsorted(tree.start_ns[first:last], time[on_lane], side="right") - 1
+            position[on_lane] = np.where(candidates >= first, candidates, -1)
         todo = np.flatnonzero(position >= 0)
         while todo.size:
             todo = todo[tree.end_ns[position[todo]] <= time[todo]]
             position[todo] = tree.parent[position[todo]]
             todo = todo[position[todo] >= 0]
-        out[low : low + _PIECE] = position
+        out[low : low + _PIECE_ROWS] = position
     return out
 
 
-def _lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
+def _find_lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
     """The host lane of each row's thread; -1 where nothing of that thread was recorded."""
     lanes = trace.lanes.filter(pl.col("kind") == "host").select(
         pl.col("process", "thread").cast(pl.Int64, strict=False), "lane"
@@ -302,7 +306,7 @@ def _lanes(trace: Trace, rows: pl.DataFrame) -> Ints:
     return joined["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
 
 
-MOST_REMEMBERED = 200_000
+MAX_CACHED_ALLOCATIONS = 200_000
 """Names of so many allocations are kept for whoever asks again: the section and the findings of one report."""
 
 
@@ -349,9 +353,9 @@ class NamedBlocks(Struct, frozen=True):
             }
         )
         dotted = pl.when(pl.col("path") == "").then(pl.lit("")).otherwise(pl.col("path") + ".")
-        more = pl.when(pl.col("extra") > 1).then(pl.format("#{}", "extra")).otherwise(pl.lit(""))
+        suffix = pl.when(pl.col("extra") > 1).then(pl.format("#{}", "extra")).otherwise(pl.lit(""))
         return frame.select(
-            pl.concat_str(dotted, "label", pl.lit("."), pl.col("counter").cast(pl.String), more)
+            pl.concat_str(dotted, "label", pl.lit("."), pl.col("counter").cast(pl.String), suffix)
         ).to_series()
 
 
@@ -361,29 +365,29 @@ def name_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBlocks:
     The counter counts invocations of an op in a scope path over the whole recording, also those that allocate
     nothing; what is allocated outside of any op counts one by one.
     """
-    if full_op_names or trace.allocations.height > MOST_REMEMBERED:
-        return _named(trace, full_op_names=full_op_names)
-    return _remembered(trace)
+    if full_op_names or trace.allocations.height > MAX_CACHED_ALLOCATIONS:
+        return _build_named_blocks(trace, full_op_names=full_op_names)
+    return _cached_named_blocks(trace)
 
 
-def _named(trace: Trace, *, full_op_names: bool = False) -> NamedBlocks:
-    tree = forest(trace)
-    all_blocks = blocks(trace)
-    host_places = places(trace, tree, full_op_names=full_op_names)
-    where = innermost(trace, tree, trace.allocations.select("time_ns", "process", "thread"))
+def _build_named_blocks(trace: Trace, *, full_op_names: bool = False) -> NamedBlocks:
+    tree = build_forest(trace)
+    all_blocks = build_blocks(trace)
+    host_places = find_scopes(trace, tree, full_op_names=full_op_names)
+    positions = find_innermost_events(trace, tree, trace.allocations.select("time_ns", "process", "thread"))
     # blocks from before have -1, and where nothing ends a block, that is what stands behind the last row
-    where = np.append(where, _SHORT(-1))
-    position, freed = where[all_blocks.made], where[all_blocks.ended]
-    del where
-    path = np.append(host_places.path, 0).astype(_SHORT)[position]
-    label = np.append(host_places.label, 0).astype(_SHORT)[position]
-    op = np.append(host_places.op, -1).astype(_SHORT)[position]
-    extra = np.ones(path.size, dtype=_SHORT)
-    inside = np.flatnonzero(op >= 0)
-    extra[inside] = number_occurrences(op[inside])
-    del inside
-    outside = np.flatnonzero((op < 0) & (all_blocks.made >= 0))
-    step = trace.allocations["step"].gather(all_blocks.made[outside]).fill_null(-1).cast(pl.Int64).to_numpy()
+    positions = np.append(positions, _POSITION_TYPE(-1))
+    position, freed = positions[all_blocks.made], positions[all_blocks.ended]
+    del positions
+    path = np.append(host_places.path, 0).astype(_POSITION_TYPE)[position]
+    label = np.append(host_places.label, 0).astype(_POSITION_TYPE)[position]
+    op = np.append(host_places.op, -1).astype(_POSITION_TYPE)[position]
+    extra = np.ones(path.size, dtype=_POSITION_TYPE)
+    in_op = np.flatnonzero(op >= 0)
+    extra[in_op] = count_occurrences(op[in_op])
+    del in_op
+    without_op = np.flatnonzero((op < 0) & (all_blocks.made >= 0))
+    step = trace.allocations["step"].gather(all_blocks.made[without_op]).fill_null(-1).cast(pl.Int64).to_numpy()
     # which occurrence of its label in its path each counted op is, by start
     ops = np.flatnonzero(host_places.op == np.arange(host_places.op.size))
     ops = ops[np.argsort(tree.start_ns[ops], kind="stable")]
@@ -392,17 +396,17 @@ def _named(trace: Trace, *, full_op_names: bool = False) -> NamedBlocks:
     different = len(host_places.labels) * len(host_places.paths)
     counters = []
     for restarts in (False, True):
-        invocation = np.zeros(host_places.op.size + 1, dtype=_SHORT)  # the last is that of no op
-        invocation[ops] = number_occurrences(keys + (op_step + 1) * different * restarts)
+        invocation = np.zeros(host_places.op.size + 1, dtype=_POSITION_TYPE)  # the last is that of no op
+        invocation[ops] = count_occurrences(keys + (op_step + 1) * different * restarts)
         counter = invocation[op]
-        counter[outside] = number_occurrences(path[outside] + (step + 1) * len(host_places.paths) * restarts)
+        counter[without_op] = count_occurrences(path[without_op] + (step + 1) * len(host_places.paths) * restarts)
         counter[all_blocks.made < 0] = 0
         counters.append(counter)
     backward = np.append(host_places.backward, False)[position]
     return NamedBlocks(all_blocks, host_places, position, path, label, counters[0], counters[1], extra, backward, freed)
 
 
-def number_occurrences(keys: Ints) -> Ints:
+def count_occurrences(keys: Ints) -> Ints:
     """1, 2, 3, ... for the occurrences of each key, in order."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
@@ -412,4 +416,4 @@ def number_occurrences(keys: Ints) -> Ints:
     return out
 
 
-_remembered = per_trace(_named)
+_cached_named_blocks = cache_per_trace(_build_named_blocks)

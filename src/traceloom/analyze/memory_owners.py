@@ -10,17 +10,17 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.host_events import LOADING, OPTIMIZER, classify_events
 from traceloom.analyze.memory import CENSUS as MEMORY_CENSUS
-from traceloom.analyze.memory import SHARED, census, last_census
-from traceloom.analyze.memory_blocks import ALIVE, EXISTED, Blocks
+from traceloom.analyze.memory import SHARED_MEMORY, read_first_census, read_last_census
+from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks
 from traceloom.analyze.memory_names import NamedBlocks
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.names import build_vocabulary
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, sorted_unique
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.arrays import get_event_column, sort_unique
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 
@@ -41,16 +41,16 @@ class BlockOwners(Struct, frozen=True):
     gone: Ints
 
 
-def owners(trace: Trace, blocks: Blocks) -> BlockOwners:
+def find_owners(trace: Trace, blocks: Blocks) -> BlockOwners:
     """Find the owners: a block from before is known by the first census, one alive at the end by the last, by address.
 
     The last one also shows what became of blocks from before.
     """
-    first, last = census(trace), last_census(trace)
+    first, last = read_first_census(trace), read_last_census(trace)
     table = pl.concat([first, last]) if last.height else first
-    of, none = blocks.owner.copy(), np.zeros(0, dtype=np.int64)
+    owner_rows, none = blocks.owner.copy(), np.zeros(0, dtype=np.int64)
     if not last.height:
-        return BlockOwners(table.select(list(MEMORY_CENSUS)), of, none, none)
+        return BlockOwners(table.select(list(MEMORY_CENSUS)), owner_rows, none, none)
     alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
     kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
     alive_blocks = pl.DataFrame(
@@ -59,15 +59,17 @@ def owners(trace: Trace, blocks: Blocks) -> BlockOwners:
     listed = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
     listed = listed.unique(["address", "device_type"], keep="first", maintain_order=True)
     matches = alive_blocks.join(listed, on=["address", "device_type"])
-    of[matches["block"].to_numpy()] = matches["row"].cast(pl.Int64).to_numpy()
+    owner_rows[matches["block"].to_numpy()] = matches["row"].cast(pl.Int64).to_numpy()
     recorded = kinds.unique()
     unseen = listed.join(alive_blocks, on=["address", "device_type"], how="anti", maintain_order="left")
     # nothing is known of devices without events
     unseen = unseen.filter(pl.col("device_type").is_in(recorded.implode()))
     counted = alive[blocks.owner[alive] >= 0]
-    whole = listed.height == last.height  # small ones may be added up in a row without an address
-    gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else none
-    return BlockOwners(table.select(list(MEMORY_CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)
+    is_complete = listed.height == last.height  # small ones may be added up in a row without an address
+    freed_rows = counted[(owner_rows[counted] < first.height) & (blocks.address[counted] != 0)] if is_complete else none
+    return BlockOwners(
+        table.select(list(MEMORY_CENSUS)), owner_rows, unseen["row"].cast(pl.Int64).to_numpy(), freed_rows
+    )
 
 
 CATEGORIES = (
@@ -77,22 +79,22 @@ CATEGORIES = (
 EVIDENCE = ("census", "inferred", "none")
 PARAMETER, BUFFER, GRADIENT, STATE, ACTIVATION, INPUT, TEMPORARY, CATEGORIES_BEFORE, UNKNOWN = range(len(CATEGORIES))
 CENSUS, INFERRED, NONE = range(len(EVIDENCE))
-_PIECE = 1 << 19
-_SMALL: Any = np.int8
+_PIECE_ROWS = 1 << 19
+_CODE_TYPE: Any = np.int8
 _OWNERS = {
     "parameter": PARAMETER, "buffer": BUFFER, "gradient": GRADIENT, "optimizer_state": STATE, "activation": ACTIVATION,
     "other": UNKNOWN,
 }  # fmt: skip
 
 
-class Categories(Struct, frozen=True):
+class BlockCategories(Struct, frozen=True):
     """Category and evidence of every block (numbers in `CATEGORIES` and `EVIDENCE`); arrays of shape (blocks,)."""
 
     category: Ints
     evidence: Ints
 
 
-def categories(trace: Trace, named: NamedBlocks, whose: BlockOwners) -> Categories:
+def classify_blocks(trace: Trace, named_blocks: NamedBlocks, owners: BlockOwners) -> BlockCategories:
     """Tell what each block is for, from the part of the step that made it and the part that freed it.
 
     What a census knows by its owner is known; else:
@@ -106,40 +108,42 @@ def categories(trace: Trace, named: NamedBlocks, whose: BlockOwners) -> Categori
     All of these are inferred. What is alive at the end without a reason, or lived through a backward pass that did not
     need it, is unknown.
     """
-    tree, phase, blocks = forest(trace), classify_events(trace).phase, named.blocks
+    tree, phase, blocks = build_forest(trace), classify_events(trace).phase, named_blocks.blocks
     # of each host event (the last entry is of none): its phase, when the outermost optimizer step around it ends
     opener = tree.nearest_or_self(phase >= 0)  # the innermost event at or above each that opens a phase
     phase_of = np.append(np.append(phase, -1)[opener], -1)
-    optimizer_end_ns = np.append(np.append(tree.end_ns, EXISTED)[tree.outermost_or_self(phase == OPTIMIZER)], EXISTED)
-    in_backward = np.append(named.places.backward, False)
+    optimizer_end_ns = np.append(
+        np.append(tree.end_ns, EXISTED_BEFORE)[tree.outermost_or_self(phase == OPTIMIZER)], EXISTED_BEFORE
+    )
+    in_backward = np.append(named_blocks.places.backward, False)
     # starts of backward nodes, sorted: a block with none of them in its life saw no backward pass
-    passes = np.sort(tree.start_ns[tree.topmost(named.places.backward)])
-    shared = np.array([pool.device_type == SHARED for pool in blocks.pools], dtype=np.bool_)
-    owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
+    passes = np.sort(tree.start_ns[tree.topmost(named_blocks.places.backward)])
+    shared = np.array([pool.device_type == SHARED_MEMORY for pool in blocks.pools], dtype=np.bool_)
+    owner = owners.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
     owner = np.append(owner, UNKNOWN)
-    size = named.position.size
-    out = Categories(np.empty(size, dtype=_SMALL), np.empty(size, dtype=_SMALL))
-    for low in range(0, size, _PIECE):
-        piece = slice(low, low + _PIECE)
-        position, start_ns, end_ns = named.position[piece], blocks.start_ns[piece], blocks.end_ns[piece]
-        early = start_ns == EXISTED
-        alive = blocks.ended[piece] >= trace.allocations.height
+    size = named_blocks.position.size
+    out = BlockCategories(np.empty(size, dtype=_CODE_TYPE), np.empty(size, dtype=_CODE_TYPE))
+    for low in range(0, size, _PIECE_ROWS):
+        batch = slice(low, low + _PIECE_ROWS)
+        position, start_ns, end_ns = named_blocks.position[batch], blocks.start_ns[batch], blocks.end_ns[batch]
+        early = start_ns == EXISTED_BEFORE
+        alive = blocks.ended[batch] >= trace.allocations.height
         made_in = phase_of[position]
-        freed_in_backward = in_backward[named.freed[piece]] & ~alive
+        freed_in_backward = in_backward[named_blocks.freed[batch]] & ~alive
         optimizer = made_in == OPTIMIZER
         survives = end_ns > optimizer_end_ns[position]
         unbroken = np.searchsorted(passes, start_ns) == np.searchsorted(passes, end_ns)
-        owned, listed = owner[whose.of[piece]], whose.of[piece] >= 0
-        kept = owned == ACTIVATION
-        counted = ~kept & ((owned != UNKNOWN) | (listed & (blocks.made[piece] < 0)))
-        backward = named.backward[piece]
+        owned, listed = owner[owners.of[batch]], owners.of[batch] >= 0
+        is_activation = owned == ACTIVATION
+        counted = ~is_activation & ((owned != UNKNOWN) | (listed & (blocks.made[batch] < 0)))
+        backward = named_blocks.backward[batch]
         rules: list[tuple[Bools, Ints | int]] = [
             (counted, owned),
-            (kept & early, ACTIVATION),
+            (is_activation & early, ACTIVATION),
             (early, CATEGORIES_BEFORE),
-            (shared[blocks.pool[piece]], INPUT),
+            (shared[blocks.pool[batch]], INPUT),
             (made_in == LOADING, INPUT),
-            (kept, ACTIVATION),  # inputs are saved for the backward pass, too
+            (is_activation, ACTIVATION),  # inputs are saved for the backward pass, too
             (optimizer & survives, STATE),
             (optimizer, TEMPORARY),
             (backward & freed_in_backward, TEMPORARY),
@@ -148,94 +152,96 @@ def categories(trace: Trace, named: NamedBlocks, whose: BlockOwners) -> Categori
             (~alive & unbroken, TEMPORARY),
         ]
         category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
-        from_census = counted | (kept & (category == ACTIVATION))
+        from_census = counted | (is_activation & (category == ACTIVATION))
         evidence = np.where(from_census, CENSUS, INFERRED)
-        out.category[piece] = category
-        out.evidence[piece] = np.where((category == UNKNOWN) | (category == CATEGORIES_BEFORE), NONE, evidence)
+        out.category[batch] = category
+        out.evidence[batch] = np.where((category == UNKNOWN) | (category == CATEGORIES_BEFORE), NONE, evidence)
     return out
 
 
-SLICE = 250_000
-SHORT = ("name", "bytes")
-LONG = schema(
+SLICE_BLOCKS = 250_000
+SHORT_COLUMNS = ("name", "bytes")
+LONG_SCHEMA = build_schema(
     "name bytes time_ns lifetime_ns device category evidence backward step site innermost_op owner stack",
     {"device": pl.String},
 )
-_FRAME = " < "
+_FRAME_SEPARATOR = " < "
 
 
-def names(named: NamedBlocks, whose: BlockOwners, rows: np.ndarray, *, sites: bool = False) -> pl.Series:
+def build_block_names(
+    named_blocks: NamedBlocks, owners: BlockOwners, rows: np.ndarray, *, sites: bool = False
+) -> pl.Series:
     """Names of some blocks; those from before the recording are called by their owner, where a census knows it."""
-    plain = named.names(rows, sites=sites)
-    early = named.blocks.made[rows] < 0
+    base_names = named_blocks.names(rows, sites=sites)
+    early = named_blocks.blocks.made[rows] < 0
     if not early.any():
-        return plain
-    owner = whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32))
+        return base_names
+    owner = owners.table["name"].gather(pl.Series(owners.of[rows]).replace(-1, None).cast(pl.UInt32))
     before = pl.Series(early)
     return pl.select(
-        pl.when(before).then(pl.concat_str(pl.lit("before."), owner.fill_null("unknown"))).otherwise(plain)
+        pl.when(before).then(pl.concat_str(pl.lit("before."), owner.fill_null("unknown"))).otherwise(base_names)
     ).to_series()
 
 
-def slices(
+def iterate_block_tables(
     trace: Trace,
-    named: NamedBlocks,
-    kinds: Categories,
-    whose: BlockOwners,
+    named_blocks: NamedBlocks,
+    kinds: BlockCategories,
+    owners: BlockOwners,
     stacks: Callable[[Ints], pl.Series] | None = None,
     *,
-    whole: bool,
+    full_table: bool,
 ) -> Iterator[pl.DataFrame]:
     """The table of blocks in the order they were made: `name` and `bytes` of those made in the recording.
 
-    With `whole` all columns of `LONG`, and the blocks from before the recording too.
+    With `full_table` all columns of `LONG`, and the blocks from before the recording too.
 
     `time_ns` is null for blocks from before the recording, `lifetime_ns` for those and for blocks alive at its end.
     `stack` lists Python frames, the innermost first; `stacks` gives those of some blocks where the trace has none.
     """
-    blocks = named.blocks
-    if whole and stacks is None:
-        stacks = Stacks(trace).reader(named.position)
+    blocks = named_blocks.blocks
+    if full_table and stacks is None:
+        stacks = StackTexts(trace).reader(named_blocks.position)
     devices = pl.Series(
         [pool.device_type if pool.device < 0 else f"{pool.device_type}:{pool.device}" for pool in blocks.pools],
         dtype=pl.String,
     )
-    first = 0 if whole else int((blocks.made < 0).sum())  # blocks from before stand first
-    for low in range(first, max(blocks.made.size, first + 1), SLICE):
-        rows = np.arange(low, min(low + SLICE, blocks.made.size))
-        frame = pl.DataFrame({"name": names(named, whose, rows), "bytes": blocks.bytes[rows]})
-        if not whole or stacks is None:
+    first = 0 if full_table else int((blocks.made < 0).sum())  # blocks from before stand first
+    for low in range(first, max(blocks.made.size, first + 1), SLICE_BLOCKS):
+        rows = np.arange(low, min(low + SLICE_BLOCKS, blocks.made.size))
+        frame = pl.DataFrame({"name": build_block_names(named_blocks, owners, rows), "bytes": blocks.bytes[rows]})
+        if not full_table or stacks is None:
             yield frame
             continue
-        made = np.maximum(blocks.made[rows], 0)
+        created_row = np.maximum(blocks.made[rows], 0)
         recorded = pl.Series(blocks.made[rows] >= 0)
-        inside = trace.allocations[made] if trace.allocations.height else trace.allocations
-        whole_life = pl.Series((blocks.start_ns[rows] != EXISTED) & (blocks.end_ns[rows] != ALIVE))
-        life = np.where(whole_life, blocks.end_ns[rows], 0) - np.where(whole_life, blocks.start_ns[rows], 0)
+        allocation_rows = trace.allocations[created_row] if trace.allocations.height else trace.allocations
+        is_bounded = pl.Series((blocks.start_ns[rows] != EXISTED_BEFORE) & (blocks.end_ns[rows] != STILL_ALIVE))
+        life = np.where(is_bounded, blocks.end_ns[rows], 0) - np.where(is_bounded, blocks.start_ns[rows], 0)
         yield (
             frame.with_columns(
-                time_ns=pl.Series(blocks.start_ns[rows]).replace(EXISTED, None),
-                lifetime_ns=pl.Series(life).set(~whole_life, None),
+                time_ns=pl.Series(blocks.start_ns[rows]).replace(EXISTED_BEFORE, None),
+                lifetime_ns=pl.Series(life).set(~is_bounded, None),
                 device=devices.gather(blocks.pool[rows]),
                 category=pl.Series(CATEGORIES).gather(kinds.category[rows]),
                 evidence=pl.Series(EVIDENCE).gather(kinds.evidence[rows]),
-                backward=pl.Series(named.backward[rows]),
-                step=inside["step"].set(~recorded, None),
-                site=names(named, whose, rows, sites=True),
-                innermost_op=trace.events["name"].gather(inside["op"]).set(~recorded, None),
-                owner=whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32)),
+                backward=pl.Series(named_blocks.backward[rows]),
+                step=allocation_rows["step"].set(~recorded, None),
+                site=build_block_names(named_blocks, owners, rows, sites=True),
+                innermost_op=trace.events["name"].gather(allocation_rows["op"]).set(~recorded, None),
+                owner=owners.table["name"].gather(pl.Series(owners.of[rows]).replace(-1, None).cast(pl.UInt32)),
                 stack=stacks(rows),
-            ).pipe(cast_to_schema, LONG)
+            ).pipe(cast_to_schema, LONG_SCHEMA)
         )
 
 
-class Stacks:
+class StackTexts:
     """Python stacks as text, made once per stack."""
 
     def __init__(self, trace: Trace) -> None:
-        self._tree = forest(trace)
-        self._words = vocabulary(trace)
-        self._python = column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+        self._tree = build_forest(trace)
+        self._words = build_vocabulary(trace)
+        self._python = get_event_column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
         self._above = self._tree.nearest(self._python)
 
     def reader(self, position: Ints) -> Callable[[Ints], pl.Series]:
@@ -268,23 +274,23 @@ class Stacks:
         callers, frames = np.divmod(np.concatenate(pairs), width)
         outer, name = callers.tolist(), self._words.names.gather(frames).to_list()
         texts: list[str | None] = []
-        for at in used.tolist():
-            path, up = [], at
+        for node in used.tolist():
+            path, up = [], node
             while up:
                 path.append(str(name[up]))
                 up = outer[up]
-            texts.append(_FRAME.join(path) if path else None)
+            texts.append(_FRAME_SEPARATOR.join(path) if path else None)
         return texts, number
 
     def _levels(self, frame: Ints) -> Iterator[Ints]:
         """These frames and those above them, by the number of frames above each, from 0."""
         needed = np.zeros(self._above.size, dtype=np.bool_)
-        new = sorted_unique(frame[frame >= 0])
+        new = sort_unique(frame[frame >= 0])
         while new.size:
             needed[new] = True
-            above = self._above[new]
-            above = above[above >= 0]
-            new = sorted_unique(above[~needed[above]])
+            parents = self._above[new]
+            parents = parents[parents >= 0]
+            new = sort_unique(parents[~needed[parents]])
         frames = np.flatnonzero(self._python)
         change = np.bincount(frames + 1, minlength=needed.size + 1)
         change -= np.bincount(self._tree.stop[frames], minlength=needed.size + 1)
@@ -294,13 +300,13 @@ class Stacks:
         yield from np.split(rows, np.cumsum(np.bincount(depth))[:-1])
 
 
-BY = ("scope", "module", "category", "op", "stack", "dtype")
-BEFORE = "(before the recording)"
+PARTITION_KEYS = ("scope", "module", "category", "op", "stack", "dtype")
+BEFORE_RECORDING_LABEL = "(before the recording)"
 NO_MODULE = "(outside modules)"
 NO_SCOPE = "(no scope)"
 UNKNOWN_TYPE = "(unknown)"
 NO_STACK = "(no stack recorded)"
-_NO_TENSOR = frozenset(
+_NON_TENSOR_TYPES = frozenset(
     ("", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None")
 )
 
@@ -309,55 +315,63 @@ Partition = tuple[list[str], Ints]
 
 
 def partition(
-    by: str, trace: Trace, named: NamedBlocks, kinds: Categories, whose: BlockOwners, *, depth: int | None = None
+    grouping: str,
+    trace: Trace,
+    named_blocks: NamedBlocks,
+    kinds: BlockCategories,
+    owners: BlockOwners,
+    *,
+    depth: int | None = None,
 ) -> Partition:
     """Divide the blocks.
 
     Args:
-        by: One of `BY`.
+        grouping: One of `BY`.
         trace: The trace.
-        named: Its blocks with names.
+        named_blocks: Its blocks with names.
         kinds: Their categories.
-        whose: Their owners: a parameter, its gradient and its states belong to the module that the name tells.
+        owners: Their owners: a parameter, its gradient and its states belong to the module that the name tells.
         depth: For scopes and modules: so many parts of the path, from the root; None for all.
     """
-    match by:
+    match grouping:
         case "scope":
-            names, number = _numbered(
+            names, number = _encode_texts(
                 [
                     (path if depth is None else ".".join(path.split(".")[:depth])) or NO_SCOPE
-                    for path in named.places.paths
+                    for path in named_blocks.places.paths
                 ]
             )
-            return _early(named, names, number[named.path])
+            return _add_early_part(named_blocks, names, number[named_blocks.path])
         case "module":
             # The module whose call made it; parameters and what belongs to them: the module that holds them
-            of_path = named.places.modules[: len(named.places.paths)]
-            held = []  # the path of the module in the name of a parameter, buffer, gradient or state
-            for owner, name in zip(whose.table["owner"], whose.table["name"], strict=True):
-                of = name.rpartition(" of ")[2]
-                of = of.removesuffix(".grad") if owner == "gradient" else of
-                held.append("" if owner in ("activation", "other") or "(" in name else of.rpartition(".")[0])
+            path_modules = named_blocks.places.modules[: len(named_blocks.places.paths)]
+            owner_modules = []  # the path of the module in the name of a parameter, buffer, gradient or state
+            for owner, name in zip(owners.table["owner"], owners.table["name"], strict=True):
+                target = name.rpartition(" of ")[2]
+                target = target.removesuffix(".grad") if owner == "gradient" else target
+                owner_modules.append(
+                    "" if owner in ("activation", "other") or "(" in name else target.rpartition(".")[0]
+                )
             texts = [
                 (path if depth is None else ".".join(path.split(".")[:depth])) or NO_MODULE
-                for path in (*of_path, *held)
+                for path in (*path_modules, *owner_modules)
             ]
-            names, number = _numbered(texts or [NO_MODULE])
-            by_path = number[named.path] if named.places.paths else np.zeros(0, dtype=np.int64)
-            by_owner = np.append(number[len(of_path) :], 0)[whose.of]
-            has_module = np.append(np.array([bool(path) for path in held], dtype=np.bool_), False)[whose.of]
-            out = np.where(has_module, by_owner, by_path)
-            nobody = (named.blocks.made < 0) & ~has_module
-            return [*names, BEFORE], np.where(nobody, len(names), out)
+            names, number = _encode_texts(texts or [NO_MODULE])
+            path_number = number[named_blocks.path] if named_blocks.places.paths else np.zeros(0, dtype=np.int64)
+            owner_number = np.append(number[len(path_modules) :], 0)[owners.of]
+            has_module = np.append(np.array([bool(path) for path in owner_modules], dtype=np.bool_), False)[owners.of]
+            out = np.where(has_module, owner_number, path_number)
+            nobody = (named_blocks.blocks.made < 0) & ~has_module
+            return [*names, BEFORE_RECORDING_LABEL], np.where(nobody, len(names), out)
         case "category":
             return list(CATEGORIES), kinds.category
         case "op":
-            return _early(named, named.places.labels, named.label)
+            return _add_early_part(named_blocks, named_blocks.places.labels, named_blocks.label)
         case "stack":
-            return _stacks(named, *Stacks(trace).divided(named.position))
+            return _partition_stacks(named_blocks, *StackTexts(trace).divided(named_blocks.position))
         case "dtype":
             # A guess: the element type of the first tensor that the op around it, or its nearest caller, works on
-            tree = forest(trace)
+            tree = build_forest(trace)
             types = trace.events.select("event").join(
                 trace.tensors.select("event", "types"), on="event", how="left", maintain_order="left"
             )["types"]
@@ -369,100 +383,110 @@ def partition(
                 except ValueError:
                     listed = []
                 first_types.append(
-                    next((name for name in listed if isinstance(name, str) and name not in _NO_TENSOR), None)
+                    next((name for name in listed if isinstance(name, str) and name not in _NON_TENSOR_TYPES), None)
                 )
             first = pl.Series(first_types, dtype=pl.String)
             event_types = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
             has = event_types.is_not_null().to_numpy()[tree.row]
-            near = tree.nearest_or_self(has)
-            at = np.append(near, -1)[named.position]
+            nearest_typed = tree.nearest_or_self(has)
+            typed_event = np.append(nearest_typed, -1)[named_blocks.position]
             names = [UNKNOWN_TYPE, *event_types.drop_nulls().unique(maintain_order=True).to_list()]
             number = event_types.fill_null(UNKNOWN_TYPE).replace_strict(names, list(range(len(names)))).to_numpy()
-            rows = np.append(tree.row, 0)[at]
-            out = np.where(at >= 0, number[rows], 0) if number.size else np.zeros(at.size, dtype=np.int64)
-            return _early(named, names, out)
-    raise KeyError(by)
+            rows = np.append(tree.row, 0)[typed_event]
+            out = (
+                np.where(typed_event >= 0, number[rows], 0)
+                if number.size
+                else np.zeros(typed_event.size, dtype=np.int64)
+            )
+            return _add_early_part(named_blocks, names, out)
+    raise KeyError(grouping)
 
 
-def _early(named: NamedBlocks, names: list[str], number: Ints) -> Partition:
+def _add_early_part(named_blocks: NamedBlocks, names: list[str], number: Ints) -> Partition:
     """Blocks from before the recording as a part of their own."""
-    return [*names, BEFORE], np.where(named.blocks.made < 0, len(names), number)
+    return [*names, BEFORE_RECORDING_LABEL], np.where(named_blocks.blocks.made < 0, len(names), number)
 
 
-def _numbered(texts: list[str]) -> tuple[list[str], Ints]:
+def _encode_texts(texts: list[str]) -> tuple[list[str], Ints]:
     """The distinct texts, and the number of each."""
     numbers: dict[str, int] = {}
     number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
     return list(numbers), number
 
 
-def stack_partition(named: NamedBlocks, texts: pl.Series) -> Partition:
+def partition_by_stack(named_blocks: NamedBlocks, texts: pl.Series) -> Partition:
     """Divide the blocks by their Python stacks, given as texts."""
     names = texts.unique(maintain_order=True)
     code = pl.int_range(names.len(), eager=True, dtype=pl.Int64)
     number = texts.replace_strict(names, code) if names.len() else code
-    return _stacks(named, names.to_list(), number.to_numpy())
+    return _partition_stacks(named_blocks, names.to_list(), number.to_numpy())
 
 
-def _stacks(named: NamedBlocks, texts: Sequence[str | None], number: Ints) -> Partition:
+def _partition_stacks(named_blocks: NamedBlocks, texts: Sequence[str | None], number: Ints) -> Partition:
     """Stacks in the order in which they first allocate; also of blocks from before the recording, where known."""
     _, first = np.unique(number, return_index=True)
-    turn = np.argsort(first, kind="stable")
-    position = np.empty_like(turn)
-    position[turn] = np.arange(turn.size)
-    names = [texts[k] or NO_STACK for k in turn.tolist()]
-    unknown = np.array([not texts[k] for k in turn.tolist()], dtype=np.bool_)
+    order = np.argsort(first, kind="stable")
+    position = np.empty_like(order)
+    position[order] = np.arange(order.size)
+    names = [texts[k] or NO_STACK for k in order.tolist()]
+    unknown = np.array([not texts[k] for k in order.tolist()], dtype=np.bool_)
     number = position[number]
-    before = (named.blocks.made < 0) & np.append(unknown, True)[number]
-    return [*names, BEFORE], np.where(before, len(names), number)
+    before = (named_blocks.blocks.made < 0) & np.append(unknown, True)[number]
+    return [*names, BEFORE_RECORDING_LABEL], np.where(before, len(names), number)
 
 
 HOLDERS_BEFORE = "(before the recording)"
-OWNED = {
+OWNER_LABELS = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
     "activation": "activations", "other": "other tensors",
 }  # fmt: skip
-TREE = schema("node parent depth name path bytes self_bytes block_count fraction")
+TREE = build_schema("node parent depth name path bytes self_bytes block_count fraction")
 
 
-def scope_tree(named: NamedBlocks, chosen: Bools, unseen_bytes: int, whose: BlockOwners) -> pl.DataFrame:
+def build_scope_tree(
+    named_blocks: NamedBlocks, selected: Bools, unseen_bytes: int, owners: BlockOwners
+) -> pl.DataFrame:
     """The chosen blocks by scope, then op, as a tree; parents stand before children, the largest child first.
 
     Args:
-        named: Blocks with names.
-        chosen: Which of them.
-        whose: BlockOwners: blocks from before that a census knows stand under their owner's name.
+        named_blocks: Blocks with names.
+        selected: Which of them.
+        owners: BlockOwners: blocks from before that a census knows stand under their owner's name.
         unseen_bytes: What the allocator's total holds beyond all blocks: memory from before the recording.
 
     Returns:
         `TREE`. The root has depth 0 and everything; `self_bytes` is what no child holds; they add up to the root.
     """
-    rows = np.flatnonzero(chosen)
-    recorded = rows[named.blocks.made[rows] >= 0]
+    rows = np.flatnonzero(selected)
+    recorded = rows[named_blocks.blocks.made[rows] >= 0]
     pairs = pl.DataFrame(
-        {"path": named.path[recorded], "label": named.label[recorded], "bytes": named.blocks.bytes[recorded]}
+        {
+            "path": named_blocks.path[recorded],
+            "label": named_blocks.label[recorded],
+            "bytes": named_blocks.blocks.bytes[recorded],
+        }
     )
     sums = pairs.group_by("path", "label").agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
-    scopes = [path.split(".") if path else [] for path in named.places.paths]
-    labels = named.places.labels
-    leaves = [((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()]
-    early = rows[named.blocks.made[rows] < 0]
-    counted, nobodys = early[whose.of[early] >= 0], early[whose.of[early] < 0]
-    owner_rows = whose.table[whose.of[counted]]
+    scopes = [path.split(".") if path else [] for path in named_blocks.places.paths]
+    labels = named_blocks.places.labels
+    entries = [((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()]
+    early = rows[named_blocks.blocks.made[rows] < 0]
+    counted, nobodys = early[owners.of[early] >= 0], early[owners.of[early] < 0]
+    owner_rows = owners.table[owners.of[counted]]
     for kind, name, size in zip(
-        owner_rows["owner"], owner_rows["name"], named.blocks.bytes[counted].tolist(), strict=True
+        owner_rows["owner"], owner_rows["name"], named_blocks.blocks.bytes[counted].tolist(), strict=True
     ):
-        leaves.append(((HOLDERS_BEFORE, OWNED.get(kind, kind), name), size, 1))
-    unknown = int(named.blocks.bytes[nobodys].sum()) + unseen_bytes
+        entries.append(((HOLDERS_BEFORE, OWNER_LABELS.get(kind, kind), name), size, 1))
+    unknown = int(named_blocks.blocks.bytes[nobodys].sum()) + unseen_bytes
     if unknown:
-        leaves.append(((HOLDERS_BEFORE, "unknown"), unknown, nobodys.size))
-    return tree_of(leaves)
+        entries.append(((HOLDERS_BEFORE, "unknown"), unknown, nobodys.size))
+    return build_tree(entries)
 
 
-def tree_of(leaves: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
+def build_tree(entries: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
     """A tree from (names from the root, bytes, blocks); rows as `TREE`."""
     total: dict[tuple[str, ...], list[int]] = {(): [0, 0, 0]}
-    for names, size, count in leaves:
+    for names, size, count in entries:
         for depth in range(len(names) + 1):
             entry = total.setdefault(names[:depth], [0, 0, 0])
             entry[0] += size
@@ -474,35 +498,35 @@ def tree_of(leaves: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
             children.setdefault(names[:-1], []).append(names)
     out: list[dict[str, object]] = []
     stack: list[tuple[tuple[str, ...], int | None]] = [((), None)]
-    whole = max(total[()][0], 1)
+    total_bytes = max(total[()][0], 1)
     while stack:
         names, parent = stack.pop()
-        size, own, count = total[names]
+        size, self_bytes, count = total[names]
         out.append(
             {
                 "node": len(out), "parent": parent, "depth": len(names), "name": names[-1] if names else "total",
-                "path": ".".join(names), "bytes": size, "self_bytes": own, "block_count": count,
-                "fraction": size / whole,
+                "path": ".".join(names), "bytes": size, "self_bytes": self_bytes, "block_count": count,
+                "fraction": size / total_bytes,
             }
         )  # fmt: skip
         node = len(out) - 1
-        inside = sorted(children.get(names, []), key=lambda child: (-total[child][0], child), reverse=True)
-        stack.extend((child, node) for child in inside)
+        ordered_children = sorted(children.get(names, []), key=lambda child: (-total[child][0], child), reverse=True)
+        stack.extend((child, node) for child in ordered_children)
     return pl.DataFrame(out, schema=TREE)
 
 
-def sum_blocks_by(named: NamedBlocks, chosen: Bools, key: Ints, names: pl.Series) -> pl.DataFrame:
+def summarize_blocks(named_blocks: NamedBlocks, selected: Bools, key: Ints, names: pl.Series) -> pl.DataFrame:
     """Bytes and blocks of the chosen blocks by any number per block; name, bytes, block_count, fraction."""
-    rows = np.flatnonzero(chosen)
+    rows = np.flatnonzero(selected)
     sums = (
-        pl.DataFrame({"key": key[rows], "bytes": named.blocks.bytes[rows]})
+        pl.DataFrame({"key": key[rows], "bytes": named_blocks.blocks.bytes[rows]})
         .group_by("key")
         .agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
     )
-    whole = max(int(sums["bytes"].sum()), 1)
+    total_bytes = max(int(sums["bytes"].sum()), 1)
     return sums.select(
         names.gather(sums["key"].cast(pl.UInt32)).alias("name"),
         "bytes",
         "block_count",
-        fraction=pl.col("bytes") / whole,
+        fraction=pl.col("bytes") / total_bytes,
     ).sort("bytes", "name", descending=[True, False])

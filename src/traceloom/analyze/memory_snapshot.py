@@ -14,10 +14,10 @@ from typing import Any, TypedDict
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.memory import KEPT, frame
+from traceloom.analyze.memory import ACTIVATION_PREFIX, parse_census
 from traceloom.analyze.memory_answers import ExplainedMemory
-from traceloom.analyze.memory_blocks import ALIVE, EXISTED, Blocks, blocks
-from traceloom.analyze.memory_names import NO_OP, EventScopes, NamedBlocks, number_occurrences
+from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks, build_blocks
+from traceloom.analyze.memory_names import NO_OP, EventScopes, NamedBlocks, count_occurrences
 from traceloom.analyze.memory_owners import (
     CATEGORIES,
     GRADIENT,
@@ -27,28 +27,28 @@ from traceloom.analyze.memory_owners import (
     STATE,
     TEMPORARY,
     UNKNOWN,
-    Categories,
-    owners,
-    tree_of,
+    BlockCategories,
+    build_tree,
+    find_owners,
 )
 from traceloom.analyze.memory_owners import CATEGORIES_BEFORE as BEFORE_RECORDING
 from traceloom.system import units
 from traceloom.trace.array_types import Ints
-from traceloom.trace.session import Snapshot, frame_text, is_python, stack_texts
-from traceloom.trace.trace import SCHEMAS, Meta, Trace, empty
+from traceloom.trace.session import MemorySnapshot, format_frame, format_stacks, is_python_frame
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, make_empty_frame
 
 KIND = "memory-snapshot"
 BACKWARD_PATH = "backward"
 _ALLOCATED = "active_allocated"
 _OPERATOR = re.compile(r"^at::_ops::(\w+?)(?:::|$)")
 _NODE = re.compile(r"\b(\w+Backward\d*)::apply")
-_PLUMBING = frozenset(("_call_impl", "_wrapped_call_impl"))
-_DEEPEST = 64
+_CALL_WRAPPERS = frozenset(("_call_impl", "_wrapped_call_impl"))
+_MAX_DEPTH = 64
 # Part of the path of a file -> what its allocations are for, if they outlive it; else temporary.
-_MAKERS = (("torch/optim/", STATE), ("torch/utils/data/", INPUT))
+_CATEGORY_BY_FILE = (("torch/optim/", STATE), ("torch/utils/data/", INPUT))
 
 
-def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> ExplainedMemory:
+def explain_snapshot(snapshot: MemorySnapshot, rank: int | None = None) -> ExplainedMemory:
     """Pair, name and explain the allocations of a snapshot.
 
     Bytes are those that were asked for; they count as allocated until they are given back (`free_requested`), as
@@ -60,7 +60,7 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> ExplainedMe
     # `allocations` of the snapshot, by time, and the number of the stack of each
     rows = snapshot.entries.with_row_index("order")
     if not rows.filter(pl.col("action") == "alloc").height:
-        rows = _standing(snapshot)
+        rows = _select_allocated_blocks(snapshot)
     requested = rows.filter(pl.col("action") == "free_requested")["device"].unique()
     is_free = (pl.col("action") == "free_requested") | (
         (pl.col("action") == "free_completed") & ~pl.col("device").is_in(requested.implode())
@@ -74,12 +74,12 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> ExplainedMe
         .otherwise(0),
     )
     # by device: bytes allocated and reserved when the snapshot was taken
-    held = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
+    device_segments = snapshot.segments.group_by("device").agg(pl.col("bytes").sum().alias("reserved"))
     active = snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
     live = active.group_by("device").agg(pl.col("requested_bytes").sum().alias("allocated"))
-    at_end = held.join(live, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
-    ends = at_end.join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
-    starts = ends.select(
+    at_end = device_segments.join(live, on="device", how="left").with_columns(pl.col("allocated").fill_null(0))
+    end_levels = at_end.join(signed.group_by("device").agg(pl.col("change", "held").sum()), on="device", how="left")
+    starts = end_levels.select(
         "device", before=pl.col("allocated") - pl.col("change").fill_null(0),
         reserved_before=pl.col("reserved") - pl.col("held").fill_null(0),
     )  # fmt: skip
@@ -113,16 +113,16 @@ def explain_snapshot(snapshot: Snapshot, rank: int | None = None) -> ExplainedMe
         schema=SCHEMAS["allocations"],
     )
     stack = events["stack"].cast(pl.Int64).to_numpy()
-    trace = _trace(snapshot, history, rank)
-    all_blocks = blocks(trace)
+    trace = _build_trace(snapshot, history, rank)
+    all_blocks = build_blocks(trace)
     all_blocks.check()
     numbers = np.append(stack, 0)[np.where(all_blocks.made >= 0, all_blocks.made, -1)]
-    named = _named(snapshot, all_blocks, numbers)
-    kinds, whose = _categories(snapshot, named, numbers), owners(trace, all_blocks)
-    return ExplainedMemory(trace, named, kinds, whose, stack_texts(snapshot).gather(numbers))
+    named_blocks = _build_named_blocks(snapshot, all_blocks, numbers)
+    kinds, owners = _classify_blocks(snapshot, named_blocks, numbers), find_owners(trace, all_blocks)
+    return ExplainedMemory(trace, named_blocks, kinds, owners, format_stacks(snapshot).gather(numbers))
 
 
-def _standing(snapshot: Snapshot) -> pl.DataFrame:
+def _select_allocated_blocks(snapshot: MemorySnapshot) -> pl.DataFrame:
     """The allocated blocks of a snapshot without a history, as if they were made one after the other."""
     return (
         snapshot.blocks.filter(pl.col("state") == _ALLOCATED)
@@ -134,9 +134,9 @@ def _standing(snapshot: Snapshot) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _trace(snapshot: Snapshot, history: pl.DataFrame, rank: int | None) -> Trace:
+def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | None) -> Trace:
     """A trace that holds the allocations and the time they span, and nothing else."""
-    frames = {name: empty(name) for name in SCHEMAS}
+    frames = {name: make_empty_frame(name) for name in SCHEMAS}
     if history.height:
         first, last = int(history["time_ns"][0]), int(history["time_ns"][-1])
         span: dict[str, object] = dict.fromkeys(SCHEMAS["events"])
@@ -148,22 +148,24 @@ def _trace(snapshot: Snapshot, history: pl.DataFrame, rank: int | None) -> Trace
         lane |= {"lane": 0, "kind": "host", "name": "allocator", "events": 1, "busy_ns": last - first}
         frames["events"] = pl.DataFrame([span], schema=SCHEMAS["events"])
         frames["lanes"] = pl.DataFrame([lane], schema=SCHEMAS["lanes"])
-    meta = Meta(snapshot.path, KIND, rank=rank, capture={"live_storages_at_start": _early(snapshot, history)})
+    meta = Meta(
+        snapshot.path, KIND, rank=rank, capture={"live_storages_at_start": _build_early_census(snapshot, history)}
+    )
     return Trace(meta, **{**frames, "allocations": history}, notices=snapshot.notices)
 
 
-def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]:
+def _build_early_census(snapshot: MemorySnapshot, history: pl.DataFrame) -> dict[str, list[object]]:
     """The blocks that were there before the history and are still there, as a census."""
     last = history.group_by("device", "address").agg(pl.col("bytes").last())
-    made = last.filter(pl.col("bytes") > 0).select("device", pl.col("address").cast(pl.Int64))
-    early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(made, on=["device", "address"], how="anti")
+    created = last.filter(pl.col("bytes") > 0).select("device", pl.col("address").cast(pl.Int64))
+    early = snapshot.blocks.filter(pl.col("state") == _ALLOCATED).join(created, on=["device", "address"], how="anti")
     early = early.filter(pl.col("requested_bytes") > 0)
     texts = []  # of each stack the innermost Python frame that is none of PyTorch's own, else the innermost
     for stack in snapshot.stacks:
-        python = [frame for frame in stack if is_python(frame)]
+        python = [frame for frame in stack if is_python_frame(frame)]
         users = [frame for frame in python if "/torch/" not in frame[0].replace("\\", "/")]
-        chosen = (users or python or list(stack))[:1]
-        texts.append(frame_text(chosen[0]) if chosen else "no stack recorded")
+        frames = (users or python or list(stack))[:1]
+        texts.append(format_frame(frames[0]) if frames else "no stack recorded")
     return {
         "address": early["address"].to_list(),
         "bytes": early["requested_bytes"].to_list(),
@@ -174,16 +176,16 @@ def _early(snapshot: Snapshot, history: pl.DataFrame) -> dict[str, list[object]]
     }
 
 
-def _named(snapshot: Snapshot, all_blocks: Blocks, numbers: Ints) -> NamedBlocks:
+def _build_named_blocks(snapshot: MemorySnapshot, all_blocks: Blocks, numbers: Ints) -> NamedBlocks:
     """Names from the stacks; the counter counts the allocations of each."""
     path_of, label_of, backward_of = [], [], []
     path_numbers, label_numbers = {"": 0}, {NO_OP: 0}
     for stack in snapshot.stacks:
         outermost_first = stack[::-1]
-        python = [frame[2] for frame in outermost_first if is_python(frame) and frame[2] not in _PLUMBING]
+        python = [frame[2] for frame in outermost_first if is_python_frame(frame) and frame[2] not in _CALL_WRAPPERS]
         ops = [match[1] for _, _, name in outermost_first if (match := _OPERATOR.match(name))]
         nodes = [match[1] for _, _, name in outermost_first if (match := _NODE.search(name))]
-        scope = ".".join(python[-_DEEPEST:]) or (BACKWARD_PATH if nodes else "")
+        scope = ".".join(python[-_MAX_DEPTH:]) or (BACKWARD_PATH if nodes else "")
         path_of.append(path_numbers.setdefault(scope, len(path_numbers)))
         label_of.append(label_numbers.setdefault((nodes or ops or [NO_OP])[0], len(label_numbers)))
         backward_of.append(bool(nodes))
@@ -191,43 +193,43 @@ def _named(snapshot: Snapshot, all_blocks: Blocks, numbers: Ints) -> NamedBlocks
     path = np.array(path_of, dtype=np.int64)[numbers]
     label = np.array(label_of, dtype=np.int64)[numbers]
     counter = np.zeros(path.size, dtype=np.int64)
-    seen = np.flatnonzero(all_blocks.made >= 0)
-    counter[seen] = number_occurrences((path * len(labels) + label)[seen])
+    recorded = np.flatnonzero(all_blocks.made >= 0)
+    counter[recorded] = count_occurrences((path * len(labels) + label)[recorded])
     none = np.zeros(0, dtype=np.int64)
-    places = EventScopes(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
+    scopes = EventScopes(paths, [""] * len(paths), none, labels, none, none, none > 0, none > 0, 0)
     position = np.full(path.size, -1, dtype=np.int64)
     backward = np.array(backward_of, dtype=np.bool_)[numbers]
     return NamedBlocks(
-        all_blocks, places, position, path, label, counter, counter, np.ones_like(counter), backward, position
+        all_blocks, scopes, position, path, label, counter, counter, np.ones_like(counter), backward, position
     )
 
 
-def _categories(snapshot: Snapshot, named: NamedBlocks, numbers: Ints) -> Categories:
-    blocks = named.blocks
+def _classify_blocks(snapshot: MemorySnapshot, named_blocks: NamedBlocks, numbers: Ints) -> BlockCategories:
+    blocks = named_blocks.blocks
     makers = [
-        next((kind for file, _, _ in stack for part, kind in _MAKERS if part in file.replace("\\", "/")), -1)
+        next((kind for file, _, _ in stack for part, kind in _CATEGORY_BY_FILE if part in file.replace("\\", "/")), -1)
         for stack in snapshot.stacks
     ]
     maker = np.array(makers, dtype=np.int64)[numbers]
-    maker = np.where(named.backward & (maker < 0), GRADIENT, maker)
-    lasts = blocks.end_ns == ALIVE
+    maker = np.where(named_blocks.backward & (maker < 0), GRADIENT, maker)
+    lasts = blocks.end_ns == STILL_ALIVE
     category = np.where(maker < 0, UNKNOWN, np.where(lasts | (maker == INPUT), maker, TEMPORARY))
-    category = np.where(blocks.start_ns == EXISTED, BEFORE_RECORDING, category)
+    category = np.where(blocks.start_ns == EXISTED_BEFORE, BEFORE_RECORDING, category)
     inferred = (category != UNKNOWN) & (category != BEFORE_RECORDING)
     assert category.max(initial=0) < len(CATEGORIES)
-    return Categories(category, np.where(inferred, INFERRED, NONE))
+    return BlockCategories(category, np.where(inferred, INFERRED, NONE))
 
 
-KINDS = {
+OWNER_LABELS = {
     "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
     "activation": "kept for backward", "other": "other tensors",
 }  # fmt: skip
-_OF = re.compile(r"^.* of (.+)$")
-_LIBRARY = re.compile(
+_NAME_OF_PATTERN = re.compile(r"^.* of (.+)$")
+_LIBRARY_FRAME = re.compile(
     r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python[\d.]+)[/\\]|^<frozen|^<string"
 )
-_BACKWARD = re.compile(r"\): (?:backward|_engine_run_backward)$")
-_SMALL = 0.01  # of what was alive; advice that frees less is not worth a line
+_BACKWARD_FRAME = re.compile(r"\): (?:backward|_engine_run_backward)$")
+_MIN_ADVICE_SHARE = 0.01  # of what was alive; advice that frees less is not worth a line
 
 
 @dataclass(frozen=True)
@@ -257,49 +259,49 @@ class AllocatorState(TypedDict):
     total_bytes: int
 
 
-def census_of(document: dict[str, Any]) -> pl.DataFrame:
+def parse_report_census(document: dict[str, Any]) -> pl.DataFrame:
     """The live storages of a report on memory that ran out, `CENSUS`; rows that are none are left out."""
-    return frame(document.get("live_storages"))
+    return parse_census(document.get("live_storages"))
 
 
-def tree(live: pl.DataFrame) -> pl.DataFrame:
+def build_live_tree(live: pl.DataFrame) -> pl.DataFrame:
     """Live storages by kind of owner, then by module, or by type; `holders.TREE`."""
-    leaves: list[tuple[tuple[str, ...], int, int]] = []
+    entries: list[tuple[tuple[str, ...], int, int]] = []
     for owner, name, size in live.select("owner", "name", "bytes").rows():  # at most some ten thousand
-        kind = KINDS.get(owner, KINDS["other"])
+        kind = OWNER_LABELS.get(owner, OWNER_LABELS["other"])
         if owner in ("activation", "other"):
-            leaves.append(((kind, name.removeprefix(KEPT)), size, 1))
+            entries.append(((kind, name.removeprefix(ACTIVATION_PREFIX)), size, 1))
             continue
-        of = _OF.match(name)
-        path = of[1] if of else name
+        match = _NAME_OF_PATTERN.match(name)
+        path = match[1] if match else name
         path = path.removesuffix(".grad") if owner == "gradient" else path
         parts = [path] if path.startswith("(") else path.split(".")
-        leaves.append(((kind, *parts), size, 1))
-    return tree_of(leaves)
+        entries.append(((kind, *parts), size, 1))
+    return build_tree(entries)
 
 
-def kinds(live: pl.DataFrame) -> dict[str, int]:
+def compute_bytes_by_kind(live: pl.DataFrame) -> dict[str, int]:
     """Bytes by kind of owner."""
-    named = live.with_columns(
-        kind=pl.when(pl.col("owner").is_in(list(KINDS)))
-        .then(pl.col("owner").replace(KINDS))
-        .otherwise(pl.lit(KINDS["other"]))
+    labelled = live.with_columns(
+        kind=pl.when(pl.col("owner").is_in(list(OWNER_LABELS)))
+        .then(pl.col("owner").replace(OWNER_LABELS))
+        .otherwise(pl.lit(OWNER_LABELS["other"]))
     )
-    sums = named.group_by("kind").agg(pl.col("bytes").sum()).sort("bytes", "kind", descending=[True, False])
+    sums = labelled.group_by("kind").agg(pl.col("bytes").sum()).sort("bytes", "kind", descending=[True, False])
     return dict(sums.rows())
 
 
-def where_in_program(stack: list[str]) -> str | None:
+def find_user_frame(stack: list[str]) -> str | None:
     """The innermost frame of the user's own code; the innermost of all where there is none."""
-    own = [line for line in stack if not _LIBRARY.search(line.partition("(")[0])]
-    return (own or stack)[-1] if stack else None
+    user_frames = [line for line in stack if not _LIBRARY_FRAME.search(line.partition("(")[0])]
+    return (user_frames or stack)[-1] if stack else None
 
 
-def advice(
-    held: dict[str, int],
+def list_advice(
+    bytes_by_kind: dict[str, int],
     live: pl.DataFrame,
     *,
-    asked: int | None,
+    requested_bytes: int | None,
     stack: list[str],
     devices: Sequence[AllocatorState],
     ranks: int | None,
@@ -308,60 +310,63 @@ def advice(
     """What to try first, the largest saving first; each only where the data supports it.
 
     Args:
-        held: Bytes by kind, as `kinds` gives them.
+        bytes_by_kind: Bytes by kind, as `kinds` gives them.
         live: The live storages; no rows without a census.
-        asked: Bytes of the request that failed.
+        requested_bytes: Bytes of the request that failed.
         stack: Where, the outermost frame first.
         devices: What the allocators say.
         ranks: How many ranks the job has.
         growing: (site, bytes per step, bytes so far) of what grows with every step.
     """
-    whole = sum(held.values())
+    total = sum(bytes_by_kind.values())
     out = []
-    gradients, state = held.get(KINDS["gradient"], 0), held.get(KINDS["optimizer_state"], 0)
-    kept, other = held.get(KINDS["activation"], 0), held.get(KINDS["other"], 0)
-    if gradients and not any(_BACKWARD.search(line) for line in stack):
+    gradients, state = (
+        bytes_by_kind.get(OWNER_LABELS["gradient"], 0),
+        bytes_by_kind.get(OWNER_LABELS["optimizer_state"], 0),
+    )
+    activations, other = bytes_by_kind.get(OWNER_LABELS["activation"], 0), bytes_by_kind.get(OWNER_LABELS["other"], 0)
+    if gradients and not any(_BACKWARD_FRAME.search(line) for line in stack):
         text = "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
         out.append(Advice("release-gradients", text, gradients, "gradients were alive outside the backward pass"))
-    if kept:
-        many = f"{units.size(kept)} were kept for the backward pass"
+    if activations:
+        evidence = f"{units.format_size(activations)} were kept for the backward pass"
         text = "recompute activations in the backward pass: torch.utils.checkpoint around the repeated blocks"
         out += [
-            Advice("checkpoint-activations", text, kept, many),
-            Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", kept // 2, many),
+            Advice("checkpoint-activations", text, activations, evidence),
+            Advice("smaller-batch", "halve the batch (and accumulate gradients over two)", activations // 2, evidence),
         ]
     if other and live.height:
-        largest = live.filter(~pl.col("owner").is_in([owner for owner in KINDS if owner != "other"]))
-        most = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
-        name, size, count = most.sort("bytes", "name", descending=[True, False]).row(0)
-        why = f"{units.count(count)} × {name} hold {units.size(size)} of them"
+        largest = live.filter(~pl.col("owner").is_in([owner for owner in OWNER_LABELS if owner != "other"]))
+        tensor_sums = largest.group_by("name").agg(pl.col("bytes").sum(), pl.len().alias("count"))
+        name, size, count = tensor_sums.sort("bytes", "name", descending=[True, False]).row(0)
+        reason = f"{units.format_count(count)} × {name} hold {units.format_size(size)} of them"
         text = "let go of tensors that the program itself holds (lists of results; losses with their graph: .detach())"
-        out.append(Advice("drop-kept-tensors", text, other, why))
+        out.append(Advice("drop-kept-tensors", text, other, reason))
     if state and ranks is not None and ranks > 1:
         text = f"shard the optimizer's state over the {ranks} ranks (ZeroRedundancyOptimizer, fully_shard)"
-        why = f"every rank holds all {units.size(state)} of it, if it is not sharded yet"
-        out.append(Advice("shard-optimizer-state", text, state - state // ranks, why))
+        reason = f"every rank holds all {units.format_size(state)} of it, if it is not sharded yet"
+        out.append(Advice("shard-optimizer-state", text, state - state // ranks, reason))
     for device in devices:
         idle = device["reserved_bytes"] - device["allocated_bytes"]
-        if asked is not None and idle >= asked:
+        if requested_bytes is not None and idle >= requested_bytes:
             text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            why = f"{units.size(idle)} were reserved but free, in pieces too small for {units.size(asked)}"
-            out.append(Advice("expandable-segments", text, idle, why))
-        outside = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
-        if outside > device["total_bytes"] // 10:
+            reason = f"{units.format_size(idle)} were reserved but free, in pieces too small for {units.format_size(requested_bytes)}"
+            out.append(Advice("expandable-segments", text, idle, reason))
+        external = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
+        if external > device["total_bytes"] // 10:
             text = "check what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
-            why = f"{units.size(outside)} of {units.size(device['total_bytes'])} are in use outside this allocator"
-            out.append(Advice("other-processes", text, outside, why))
+            reason = f"{units.format_size(external)} of {units.format_size(device['total_bytes'])} are in use outside this allocator"
+            out.append(Advice("other-processes", text, external, reason))
     out += [
         Advice("stop-growth", f"release what {site} leaves behind in every step", size,
-               f"it grows by {units.size(round(per_step))} per step")
+               f"it grows by {units.format_size(round(per_step))} per step")
         for site, per_step, size in growing[:2]
     ]  # fmt: skip
-    worth = [item for item in out if item.bytes is not None and item.bytes >= max(_SMALL * whole, 1)]
+    worth = [item for item in out if item.bytes is not None and item.bytes >= max(_MIN_ADVICE_SHARE * total, 1)]
     worth.sort(key=lambda item: -(item.bytes or 0))
-    if asked is not None and asked > whole:
-        why = f"alone it asks for {units.size(asked)}, more than all that was alive ({units.size(whole)})"
-        where = where_in_program(stack)
-        at = f" at {where}" if where else ""
-        worth.insert(0, Advice("shrink-request", f"check the request itself{at}", None, why))
+    if requested_bytes is not None and requested_bytes > total:
+        reason = f"alone it asks for {units.format_size(requested_bytes)}, more than all that was alive ({units.format_size(total)})"
+        location = find_user_frame(stack)
+        suffix = f" at {location}" if location else ""
+        worth.insert(0, Advice("shrink-request", f"check the request itself{suffix}", None, reason))
     return worth

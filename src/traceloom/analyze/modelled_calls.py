@@ -10,23 +10,23 @@ import numpy as np
 import polars as pl
 from msgspec import Struct, structs
 
-from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.analyze.flops import MODELS, Call, Work
-from traceloom.analyze.flops.attention import BATCH, PAGED
-from traceloom.analyze.flops.registry import Launched, parsed
-from traceloom.analyze.gpu_work import attribute_to_launches, gpu_rows
-from traceloom.analyze.graph_launches import graph_launches, mapped_nodes, replayed_work
-from traceloom.analyze.names import vocabulary
-from traceloom.formats.arguments import read_all_arguments, readable
+from traceloom.analyze.flops.attention import BATCH_ANNOTATION_PATTERN, PAGED_FAMILY
+from traceloom.analyze.flops.registry import LaunchedKernel, parse_json_list
+from traceloom.analyze.gpu_work import attribute_to_launches, find_gpu_event_rows
+from traceloom.analyze.graph_launches import graph_launches, list_replayed_work, map_nodes
+from traceloom.analyze.names import build_vocabulary
+from traceloom.formats.arguments import can_reread_events, read_all_arguments
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows
-from traceloom.trace.batch import per_trace
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.arrays import gather_rows, get_event_column
+from traceloom.trace.batch import cache_per_trace
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-_OTHER_GRID = "the capture ran this kernel with another grid, so with other shapes"
-_NO_CALL = "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
+_GRID_MISMATCH = "the capture ran this kernel with another grid, so with other shapes"
+_CALL_NOT_RECORDED = "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
 
 _ANNOTATION = cat.CATEGORIES.index(cat.ANNOTATION)
 LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")
@@ -41,13 +41,13 @@ _TYPE_IN_NAME = (
     (r"<long|\blong[,>]", "int64"),
     (r"<int[,>]|Functor<int\b", "int32"),
 )
-TENSOR_FLOAT = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
-PLAIN_FLOAT = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
+TF32_KERNEL = r"(?i)tf32|s1688|xf32|_S_MX_B|xmma_gemm_f32_tf32"
+FP32_KERNEL = r"(?i)sgemm|simt|scudnn|winograd|gemv|f32f32_f32f32|_SB_|_S_B_|dot_kernel|fft"
 """Names of kernels that tell the arithmetic of fp32 matrix work: tf32, or fp32 itself."""
 
 _INPUTS = ("name", "shapes", "types", "concrete", "strides", "list_type", "batch")
-UNMAPPED = schema("event reason")
-GROUPS = schema("group name shapes types flops recomputed bytes dtype matrix reason", {"group": pl.UInt32})
+UNMAPPED = build_schema("event reason")
+GROUPS = build_schema("group name shapes types flops recomputed bytes dtype matrix reason", {"group": pl.UInt32})
 
 
 class ModelledCalls(Struct, frozen=True):
@@ -78,39 +78,41 @@ class ModelledCalls(Struct, frozen=True):
     recorded: pl.DataFrame
 
 
-@per_trace
-def _kept(_trace: Trace) -> dict[int, ModelledCalls]:
+@cache_per_trace
+def _get_cache(_trace: Trace) -> dict[int, ModelledCalls]:
     """Holds the last result by the number of registered models."""
     return {}
 
 
-def modelled_calls(trace: Trace) -> ModelledCalls:
+def find_modelled_calls(trace: Trace) -> ModelledCalls:
     """Model the operators of a trace; remembered for the last trace, until a model is registered."""
-    kept = _kept(trace)
-    if MODELS.generation not in kept:
-        calls = _calls_around(trace)
-        kept.clear()
-        kept[MODELS.generation] = calls
-    return kept[MODELS.generation]
+    cache = _get_cache(trace)
+    if MODELS.generation not in cache:
+        calls = _find_calls(trace)
+        cache.clear()
+        cache[MODELS.generation] = calls
+    return cache[MODELS.generation]
 
 
-def _batches(trace: Trace, events: pl.Series) -> pl.Series:
+def _find_batch_annotations(trace: Trace, events: pl.Series) -> pl.Series:
     """Of host events the innermost annotation around each that tells the batch of a serving engine, else ""."""
-    tree = forest(trace)
-    words = vocabulary(trace)
-    has_batch = words.matching(BATCH.pattern)
+    tree = build_forest(trace)
+    vocabulary = build_vocabulary(trace)
+    has_batch = vocabulary.matching(BATCH_ANNOTATION_PATTERN.pattern)
     marks = np.zeros(tree.row.size, dtype=np.bool_)
     if has_batch.any():
-        marks = gather_rows(has_batch, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
+        marks = gather_rows(has_batch, vocabulary.code[tree.row]) & (
+            get_event_column(trace, "category")[tree.row] == _ANNOTATION
+        )
     if not marks.any():
         return pl.Series("batch", [""]).new_from_index(0, events.len())
-    above = tree.nearest(marks)[tree.position[events.to_numpy()]]
-    rows = np.where(above >= 0, tree.row[above], -1)
+    annotation = tree.nearest(marks)[tree.position[events.to_numpy()]]
+    rows = np.where(annotation >= 0, tree.row[annotation], -1)
     names = trace.events["name"].gather(np.maximum(rows, 0))
     return pl.select(pl.when(pl.Series(rows >= 0)).then(names).otherwise(pl.lit("")).alias("batch")).to_series()
 
 
-def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
+def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") -> ModelledCalls:
     """The modelled calls of a recording, remembered nowhere.
 
     Args:
@@ -119,30 +121,30 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
             have GPU work.
         batch: That of the calls around which no annotation tells it.
     """
-    tree = forest(trace)
+    tree = build_forest(trace)
     work = attribute_to_launches(trace)
     copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
-    link = np.isin(gpu_rows(trace), copies.to_numpy())
-    origin = np.where(link, -1, work.origin)
+    link = np.isin(find_gpu_event_rows(trace), copies.to_numpy())
+    origin = np.where(link, -1, work.launch_position)
     counted = origin[origin >= 0] if positions is None else positions
     launches = np.bincount(counted, minlength=tree.row.size).astype(np.int64)
-    every = positions is None and not work.origin.size
-    relevant = np.ones(tree.row.size, dtype=np.bool_) if every else tree.subtree_sums(launches) > 0
+    all_calls = positions is None and not work.launch_position.size
+    relevant = np.ones(tree.row.size, dtype=np.bool_) if all_calls else tree.subtree_sums(launches) > 0
     # Calls with recorded inputs that launch GPU work and whose operator has a model
     tensors = trace.tensors
     position = tree.position[tensors["event"].to_numpy()]
     launches_work = (position >= 0) & np.append(relevant, np.False_)[position]
-    words = vocabulary(trace)
-    code = words.code[tensors["event"].to_numpy()[launches_work]]
-    modelled = np.zeros(words.names.len(), dtype=np.bool_)
+    vocabulary = build_vocabulary(trace)
+    code = vocabulary.code[tensors["event"].to_numpy()[launches_work]]
+    modelled = np.zeros(vocabulary.names.len(), dtype=np.bool_)
     for used in np.unique(code).tolist():
-        modelled[used] = MODELS.find(words.names[used]) is not None
+        modelled[used] = MODELS.find(vocabulary.names[used]) is not None
     calls = tensors[np.flatnonzero(launches_work)[modelled[code]]]
     calls = calls.with_columns(
         trace.events["name"][calls["event"]].alias("name"),
         pl.when(pl.col("strides").str.contains(r"[\[,]0[,\]]")).then("strides").otherwise(pl.lit("")).alias("strides"),
         pl.col("concrete").fill_null(""),
-        _batches(trace, calls["event"]),
+        _find_batch_annotations(trace, calls["event"]),
         list_type=pl.lit(""),
     )
     # Element types of the tensors in lists: from the name of the kernel that the call launched itself.
@@ -166,20 +168,20 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
         .agg("event")
     )
     calls = calls.with_row_index("group")
-    groups = _modelled(calls, _first_call_contents(trace, tree, calls))
+    groups = _apply_models(calls, _collect_call_contents(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
     members = calls[["group", "event"]].explode("event")
     group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
     has_model = np.append(groups["flops"].is_not_null().to_numpy(), np.False_)
     owner = tree.outermost_or_self(has_model[group])
-    above = np.arange(tree.row.size, dtype=np.int64)
+    ancestor = np.arange(tree.row.size, dtype=np.int64)
     recorded, none = calls.drop("event"), pl.DataFrame(schema=UNMAPPED)
-    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
+    return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, ancestor, none, recorded)
 
 
-def _first_call_contents(
+def _collect_call_contents(
     trace: Trace, tree: Forest, calls: pl.DataFrame
-) -> dict[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]:
+) -> dict[int, tuple[tuple[Call, ...], tuple[LaunchedKernel, ...]]]:
     """By group what is inside its first call: calls with recorded inputs, and kernels with their grids.
 
     Only of operators whose model asks for it; calls with the same inputs do the same. Of captures, which run no
@@ -191,40 +193,42 @@ def _first_call_contents(
     events = trace.events.lazy()
     insides = {}
     for group, event in calls.filter(pl.col("name").is_in(names)).select("group", pl.col("event").list.first()).rows():
-        at = int(tree.position[event])
-        below = pl.Series(np.sort(tree.row[at + 1 : tree.stop[at]])).cast(pl.UInt32).implode()
-        inputs = trace.tensors.filter(pl.col("event").is_in(below))
+        position = int(tree.position[event])
+        descendants = pl.Series(np.sort(tree.row[position + 1 : tree.stop[position]])).cast(pl.UInt32).implode()
+        inputs = trace.tensors.filter(pl.col("event").is_in(descendants))
         names_below = trace.events["name"].gather(inputs["event"]).alias("name")
-        inside = tuple(_call(*values) for values in inputs.select(names_below, "shapes", "types", "concrete").rows())
-        kernels = events.filter(pl.col("category") == cat.KERNEL, pl.col("launch").is_in(below))
+        nested_calls = tuple(
+            _call(*values) for values in inputs.select(names_below, "shapes", "types", "concrete").rows()
+        )
+        kernels = events.filter(pl.col("category") == cat.KERNEL, pl.col("launch").is_in(descendants))
         ran = kernels.select("event", "name").collect()
         if not ran.height:
-            launches = events.filter(pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(below))
+            launches = events.filter(pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(descendants))
             ran = launches.select("event", pl.lit(None, pl.String).alias("name")).collect()
         launched = []
-        if ran.height and readable(trace):
+        if ran.height and can_reread_events(trace):
             ran = ran.sort("event")
             arguments = read_all_arguments(trace, ran["event"].to_numpy().astype(np.int64))
             for recorded_name, args in zip(ran["name"].to_list(), arguments, strict=True):
                 name, grid = recorded_name or args.get("kernel"), args.get("grid")
                 is_grid = isinstance(grid, list) and all(isinstance(size, int) and size > 0 for size in grid)
                 if isinstance(name, str) and grid and is_grid:
-                    launched.append(Launched(name, tuple(grid)))
-        insides[group] = inside, tuple(launched)
+                    launched.append(LaunchedKernel(name, tuple(grid)))
+        insides[group] = nested_calls, tuple(launched)
     return insides
 
 
-def _modelled(
-    calls: pl.DataFrame, insides: Mapping[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]
+def _apply_models(
+    calls: pl.DataFrame, insides: Mapping[int, tuple[tuple[Call, ...], tuple[LaunchedKernel, ...]]]
 ) -> pl.DataFrame:
     """Each distinct call goes through its model once."""
     rows: list[tuple[object, ...]] = []
     for group, *values in calls[["group", *_INPUTS]].rows():
-        inside, kernels = insides.get(group, ((), ()))
-        if inside or kernels:
-            work = MODELS.work(replace(_call(*values), inside=inside, kernels=kernels))
+        nested_calls, kernels = insides.get(group, ((), ()))
+        if nested_calls or kernels:
+            work = MODELS.work(replace(_call(*values), inside=nested_calls, kernels=kernels))
         else:
-            work = _work(MODELS.generation, *values)
+            work = _compute_work(MODELS.generation, *values)
         if isinstance(work, Work):
             rows.append((work.flops, work.recomputed, work.bytes, work.dtype, work.matrix, None))
         else:  # the reason
@@ -241,7 +245,7 @@ def _modelled(
 
 
 @lru_cache(maxsize=4096)
-def _work(_generation: int, *values: str) -> Work | str:
+def _compute_work(_generation: int, *values: str) -> Work | str:
     """What such a call has to do; remembered, since the next rank mostly makes the same."""
     return MODELS.work(_call(*values))
 
@@ -249,8 +253,8 @@ def _work(_generation: int, *values: str) -> Work | str:
 def _call(  # noqa: PLR0917  (what is recorded of a call)
     name: str, shapes: str, types: str, concrete: str, strides: str = "", list_type: str = "", batch: str = ""
 ) -> Call:
-    of_types, values = ([str(entry) for entry in parsed(text)] for text in (types, concrete))
-    return Call(name, parsed(shapes), of_types, values, parsed(strides), list_type, batch)
+    type_names, values = ([str(entry) for entry in parse_json_list(text)] for text in (types, concrete))
+    return Call(name, parse_json_list(shapes), type_names, values, parse_json_list(strides), list_type, batch)
 
 
 def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
@@ -264,49 +268,51 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     The calls of replays follow those of the forest: `above` is the graph launch that made them, `unmapped` says of the
     rest of the replayed work why it has none.
     """
-    base = modelled_calls(trace)
-    work = replayed_work(trace).with_columns(pl.col("graph", "node").cast(pl.UInt32))
+    base = find_modelled_calls(trace)
+    work = list_replayed_work(trace).with_columns(pl.col("graph", "node").cast(pl.UInt32))
     if not work.height:
         return base
     # by graph and node the position of the operator in the capture's forest, or the reason why there is none
     replays = graph_launches(trace)
-    mapped = mapped_nodes(replays, capture, launches=True)
-    grids = _grids(capture, mapped["kernel"]), _grids(trace, replays.nodes["example"])
+    mapped = map_nodes(replays, capture, launches=True)
+    grids = _read_grids(capture, mapped["kernel"]), _read_grids(trace, replays.nodes["example"])
     comparable = grids[0].is_not_null() & grids[1].is_not_null()
     other_grid = comparable & (grids[0] != grids[1]).fill_null(value=False)
     op = mapped["op"].fill_null(0).to_numpy()
-    positions = forest(capture).position
+    positions = build_forest(capture).position
     op_position = pl.Series("position", positions[op] if positions.size else np.full(op.size, -1, dtype=np.int64))
     has_position = mapped["op"].is_not_null() & ~other_grid & (op_position >= 0)
     nodes = mapped.select(
         "graph",
         "node",
         pl.when(has_position).then(op_position).alias("position"),
-        pl.when(other_grid).then(pl.lit(_OTHER_GRID)).otherwise("reason").alias("reason"),
+        pl.when(other_grid).then(pl.lit(_GRID_MISMATCH)).otherwise("reason").alias("reason"),
     )
     launches = work["launch"].unique().sort()
-    batch_of = pl.DataFrame({"launch": launches, "batch": _batches(trace, launches)})
+    batch_of = pl.DataFrame({"launch": launches, "batch": _find_batch_annotations(trace, launches)})
     batch_names = [batch for batch in batch_of["batch"].unique(maintain_order=True) if batch]
-    below = _calls_around(capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else "")
+    captured_calls = _find_calls(
+        capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else ""
+    )
     position = nodes["position"].fill_null(-1).to_numpy()
-    capture_call = np.append(below.owner, -1)[position]
+    capture_call = np.append(captured_calls.owner, -1)[position]
     nodes = nodes.with_columns(
         pl.Series("captured", capture_call),
-        pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0)).then(pl.lit(_NO_CALL)).otherwise("reason")
+        pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0)).then(pl.lit(_CALL_NOT_RECORDED)).otherwise("reason")
         .alias("reason"),
     )  # fmt: skip
     work = work.join(nodes, on=["graph", "node"], how="left", maintain_order="left")
-    at = np.searchsorted(gpu_rows(trace), work["event"].to_numpy())
-    free = (base.work_owner[at] < 0) & ~base.link[at]
-    made = work.with_columns(pl.Series("at", at)).filter(pl.Series(free), pl.col("captured") >= 0)
-    calls = made[["launch", "captured"]].unique(maintain_order=True).with_row_index("call")
-    made = made.join(calls, on=["launch", "captured"], how="left", maintain_order="left")
+    work_index = np.searchsorted(find_gpu_event_rows(trace), work["event"].to_numpy())
+    free = (base.work_owner[work_index] < 0) & ~base.link[work_index]
+    replayed = work.with_columns(pl.Series("at", work_index)).filter(pl.Series(free), pl.col("captured") >= 0)
+    calls = replayed[["launch", "captured"]].unique(maintain_order=True).with_row_index("call")
+    replayed = replayed.join(calls, on=["launch", "captured"], how="left", maintain_order="left")
     first = base.group.size
     work_owner = base.work_owner.copy()
-    work_owner[made["at"].to_numpy()] = first + made["call"].to_numpy().astype(np.int64)
+    work_owner[replayed["at"].to_numpy()] = first + replayed["call"].to_numpy().astype(np.int64)
     numbers = np.arange(first, first + calls.height, dtype=np.int64)
-    groups, group = _of_batches(
-        below, calls.join(batch_of, on="launch", how="left", maintain_order="left"), batch_names
+    groups, group = _split_by_batch(
+        captured_calls, calls.join(batch_of, on="launch", how="left", maintain_order="left"), batch_names
     )
     offset = base.groups.height
     return structs.replace(
@@ -314,43 +320,45 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
         groups=pl.concat([base.groups, groups.with_columns(pl.col("group") + offset)]),
         group=np.append(base.group, group + offset),
         owner=np.append(base.owner, numbers),
-        above=np.append(base.above, forest(trace).position[calls["launch"].to_numpy()]),
+        above=np.append(base.above, build_forest(trace).position[calls["launch"].to_numpy()]),
         work_owner=work_owner,
         unmapped=work.filter(pl.col("reason").is_not_null())[["event", "reason"]],
     )
 
 
-def _of_batches(below: ModelledCalls, calls: pl.DataFrame, batch_names: list[str]) -> tuple[pl.DataFrame, Ints]:
+def _split_by_batch(
+    captured_calls: ModelledCalls, calls: pl.DataFrame, batch_names: list[str]
+) -> tuple[pl.DataFrame, Ints]:
     """The groups of the calls that launches made (`captured`, `batch`): of attention one for each batch.
 
     Args:
-        below: The calls of the capture, attention as it is with the first batch.
+        captured_calls: The calls of the capture, attention as it is with the first batch.
         calls: One row per call.
         batch_names: The batches.
 
     Returns:
         All groups, and the number of the group of each call.
     """
-    group = below.group[calls["captured"].to_numpy()]
-    names = [name for name in below.groups["name"].unique().to_list() if MODELS.family(name) == PAGED]
-    paged = below.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
-    groups, height = [below.groups], below.groups.height
+    group = captured_calls.group[calls["captured"].to_numpy()]
+    names = [name for name in captured_calls.groups["name"].unique().to_list() if MODELS.family(name) == PAGED_FAMILY]
+    paged = captured_calls.groups.filter(pl.col("name").is_in(names))["group"].to_numpy()
+    groups, height = [captured_calls.groups], captured_calls.groups.height
     for batch in batch_names[1:] if paged.size else []:
-        of_batch = np.isin(group, paged) & (calls["batch"] == batch).to_numpy()
-        if of_batch.any():
-            used, index = np.unique(group[of_batch], return_inverse=True)
-            group[of_batch] = height + index
-            batch_groups = _modelled(below.recorded[used].with_columns(pl.lit(batch).alias("batch")), {})
+        in_batch = np.isin(group, paged) & (calls["batch"] == batch).to_numpy()
+        if in_batch.any():
+            used, index = np.unique(group[in_batch], return_inverse=True)
+            group[in_batch] = height + index
+            batch_groups = _apply_models(captured_calls.recorded[used].with_columns(pl.lit(batch).alias("batch")), {})
             groups.append(batch_groups.with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("group") + height))
             height += batch_groups.height
     return pl.concat(groups), group
 
 
-def _grids(trace: Trace, rows: pl.Series) -> pl.Series:
+def _read_grids(trace: Trace, rows: pl.Series) -> pl.Series:
     """The grid of each of these events as text; null where it is not recorded."""
     none = pl.Series("grid", [None], dtype=pl.String).new_from_index(0, rows.len())
     distinct = rows.drop_nulls().unique().sort()
-    if not distinct.len() or not readable(trace):
+    if not distinct.len() or not can_reread_events(trace):
         return none
     events: Ints = distinct.to_numpy().astype(np.int64)
     grids = [args.get("grid") for args in read_all_arguments(trace, events)]

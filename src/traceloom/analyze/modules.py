@@ -10,30 +10,30 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import Forest, forest, host_pieces
-from traceloom.analyze.autograd import ENGINE, Backward, backward_of, recomputed
-from traceloom.analyze.gpu_work import attribute_to_launches, gpu_rows
-from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
-from traceloom.analyze.names import vocabulary
-from traceloom.analyze.steps import NO_STEP, per_step, spread_schema, whole_steps
+from traceloom.analyze.ancestry import Forest, build_forest, build_host_pieces
+from traceloom.analyze.autograd import ENGINE_NODE_PATTERN, BackwardMatches, find_recomputed_work, match_backward_ops
+from traceloom.analyze.gpu_work import attribute_to_launches, find_gpu_event_rows
+from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK_PATTERN
+from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import NO_STEP, build_spread_schema, select_whole_steps, summarize_per_step
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column, gather_rows, to_nullable_series
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.arrays import gather_rows, get_event_column, to_nullable_series
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-KINDS = ("module", "scope", "annotation")
-PARTS = ("forward", "backward", "recompute")
+REGION_KINDS = ("module", "scope", "annotation")
+PHASES = ("forward", "backward", "recompute")
 FORWARD, BACKWARD, RECOMPUTE = range(3)
-MODULE = "nn.Module: "
-DEEPEST = 256  # levels of nested regions; what lies deeper counts to the region above
+MODULE_FRAME_PREFIX = "nn.Module: "
+MAX_DEPTH = 256  # levels of nested regions; what lies deeper counts to the region above
 
 # The compiler's notes on its own phases (torch.compile); they are told under `compiled`.
-_COMPILER_NOTE = r"_data: (fn_name=.*, )?compile_id="
+_COMPILER_ANNOTATION = r"_data: (fn_name=.*, )?compile_id="
 _RUN_BACKWARD = r"^<built-in method run_backward "
 
 
-class Regions(Struct, frozen=True):
+class EventRegions(Struct, frozen=True):
     """Arrays of shape (host events,), in the forest's order; regions are named by the position of their event.
 
     Attributes:
@@ -52,20 +52,20 @@ class Regions(Struct, frozen=True):
     above: Ints
     part: Ints
     backward: bool
-    recompute: str
+    recompute_evidence: str
 
 
-_TIMES = ("host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
-TREE = schema(
+_TIME_COLUMNS = ("host_ns", "self_host_ns", "device_ns", "self_device_ns", "kernel_count")
+TREE_SCHEMA = build_schema(
     "node parent depth path name kind count",
-    *_TIMES,
-    *(f"backward_{name}" for name in _TIMES),
+    *_TIME_COLUMNS,
+    *(f"backward_{name}" for name in _TIME_COLUMNS),
     "recompute_count",
-    *(f"recompute_{name}" for name in _TIMES),
-    spread_schema("all_host_ns", "all_device_ns"),
-    {"kind": pl.Enum(KINDS)},
+    *(f"recompute_{name}" for name in _TIME_COLUMNS),
+    build_spread_schema("all_host_ns", "all_device_ns"),
+    {"kind": pl.Enum(REGION_KINDS)},
 )
-STEPS = schema("node step all_host_ns all_device_ns")
+STEP_SCHEMA = build_schema("node step all_host_ns all_device_ns")
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Modules(Result):
     recompute_evidence: str
 
 
-_NODE: Any = np.int32  # of one value per stretch of host time: short numbers take half of the memory and less
-_PART: Any = np.int8
+_NODE_DTYPE: Any = np.int32  # of one value per stretch of host time: short numbers take half of the memory and less
+_PHASE_DTYPE: Any = np.int8
 
 
-class _NodeValues(Struct, frozen=True):
+class _AttributedValues(Struct, frozen=True):
     """What is added up; all values are numbers of nodes, parts (of PARTS) and steps (NO_STEP outside) of one length."""
 
     node: Ints
@@ -115,121 +115,133 @@ class _NodeValues(Struct, frozen=True):
     step: Ints
     value: Ints
 
-    def by(self, nodes: int, width: int, column: Any) -> Ints:
+    def by(self, node_count: int, width: int, column_index: Any) -> Ints:
         """The values added up by node and place (below `width`), shape (nodes, width); nodes of -1 are left out."""
         key = self.node.astype(np.int64)
         key *= width
-        key += column
-        own = np.zeros((nodes + 1) * width, dtype=np.int64)
-        np.add.at(own, key, self.value)  # -1 counts from the end, where a row more stands
-        return own.reshape(nodes + 1, width)[:-1]
+        key += column_index
+        self_values = np.zeros((node_count + 1) * width, dtype=np.int64)
+        np.add.at(self_values, key, self.value)  # -1 counts from the end, where a row more stands
+        return self_values.reshape(node_count + 1, width)[:-1]
 
 
 def modules(trace: Trace) -> Modules:
     """Build the tree from `nn.Module` calls where Python frames were recorded, from annotations and from scopes."""
-    tree = forest(trace)
-    all_regions = _regions(trace)
-    nothing = all_regions.evidence == "none"
-    node, table = (all_regions.region, STEPS.to_frame()) if nothing else _paths(trace, tree, all_regions)
-    of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE)
+    tree = build_forest(trace)
+    all_regions = _assign_regions(trace)
+    has_no_regions = all_regions.evidence == "none"
+    node, table = (
+        (all_regions.region, STEP_SCHEMA.to_frame()) if has_no_regions else _build_paths(trace, tree, all_regions)
+    )
+    node_of_event = np.append(np.append(node, -1)[all_regions.region], -1).astype(_NODE_DTYPE)
     # every stretch in which something is recorded belongs to its innermost event
-    pieces, part_of = host_pieces(trace), all_regions.part.astype(_PART)
-    host = _NodeValues(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
+    host_pieces, phase_of_event = build_host_pieces(trace), all_regions.part.astype(_PHASE_DTYPE)
+    host = _AttributedValues(
+        node_of_event[host_pieces.owner], phase_of_event[host_pieces.owner], host_pieces.step, host_pieces.ns
+    )
     # GPU work belongs to the host event that launched it
     work = attribute_to_launches(trace)
-    work_step = column(trace, "step", int(NO_STEP))[gpu_rows(trace)]
-    work_node, work_part = of_event[work.origin], np.append(part_of, _PART(FORWARD))[work.origin]
-    device = _NodeValues(work_node, work_part, work_step, work.duration_ns)
-    kernels = _NodeValues(work_node, work_part, work_step, work.kernel.astype(np.int64))
-    outside = {}
+    work_step = get_event_column(trace, "step", int(NO_STEP))[find_gpu_event_rows(trace)]
+    work_node, work_phase = (
+        node_of_event[work.launch_position],
+        np.append(phase_of_event, _PHASE_DTYPE(FORWARD))[work.launch_position],
+    )
+    device = _AttributedValues(work_node, work_phase, work_step, work.duration_ns)
+    kernels = _AttributedValues(work_node, work_phase, work_step, work.kernel.astype(np.int64))
+    outside_sums = {}
     for name, sums in (("host_ns", host), ("device_ns", device)):
-        without = sums.node < 0
-        outside[f"outside_{name}"] = int(sums.value[without].sum())
-        outside[f"unjoined_{name}"] = int(sums.value[without & (sums.part == BACKWARD)].sum())
-    if nothing:
-        return Modules(TREE.to_frame(), STEPS.to_frame(), **outside, evidence="none", recompute_evidence="none")
+        is_outside = sums.node < 0
+        outside_sums[f"outside_{name}"] = int(sums.value[is_outside].sum())
+        outside_sums[f"unjoined_{name}"] = int(sums.value[is_outside & (sums.part == BACKWARD)].sum())
+    if has_no_regions:
+        return Modules(
+            TREE_SCHEMA.to_frame(), STEP_SCHEMA.to_frame(), **outside_sums, evidence="none", recompute_evidence="none"
+        )
 
     numbers: dict[str, Ints] = {}  # columns of the tree
     for name, sums in (("host_ns", host), ("device_ns", device), ("kernel_count", kernels)):
-        own = sums.by(table.height, len(PARTS), sums.part)
-        with_below = _summed_up(table, own)
+        self_values = sums.by(table.height, len(PHASES), sums.part)
+        subtree_values = _add_up_descendants(table, self_values)
         for part, prefix in enumerate(("", "backward_", "recompute_")):
-            numbers[f"{prefix}{name}"] = with_below[:, part]
+            numbers[f"{prefix}{name}"] = subtree_values[:, part]
             if name != "kernel_count":
-                numbers[f"{prefix}self_{name}"] = own[:, part]
+                numbers[f"{prefix}self_{name}"] = self_values[:, part]
     calls = all_regions.kind >= 0
-    for name, in_part in (("count", all_regions.part != RECOMPUTE), ("recompute_count", all_regions.part == RECOMPUTE)):
-        numbers[name] = np.bincount(node[calls & in_part], minlength=table.height)
+    for name, is_in_phase in (
+        ("count", all_regions.part != RECOMPUTE),
+        ("recompute_count", all_regions.part == RECOMPUTE),
+    ):
+        numbers[name] = np.bincount(node[calls & is_in_phase], minlength=table.height)
     if not all_regions.backward:
         numbers = {name: column for name, column in numbers.items() if not name.startswith(("backward_", "recompute_"))}
     # Totals of all parts by node and step, in columns node, step, all_host_ns, all_device_ns
     all_steps = np.unique(np.concatenate([trace.steps["step"].to_numpy(), device.step, [NO_STEP]]))
-    out = []
+    totals = []
     for sums in (host, device):
-        own = sums.by(table.height, all_steps.size, np.searchsorted(all_steps, sums.step))
-        out.append(_summed_up(table, own))
-    node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
+        self_values = sums.by(table.height, all_steps.size, np.searchsorted(all_steps, sums.step))
+        totals.append(_add_up_descendants(table, self_values))
+    node, step_index = np.nonzero((totals[0] > 0) | (totals[1] > 0))
     frame = {
         "node": node,
         "step": to_nullable_series(all_steps[step_index], absent=int(NO_STEP)),
-        "all_host_ns": out[0][node, step_index],
-        "all_device_ns": out[1][node, step_index],
+        "all_host_ns": totals[0][node, step_index],
+        "all_device_ns": totals[1][node, step_index],
     }
-    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(cast_to_schema, STEPS)
-    spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
-    whole = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
-    whole = whole.join(spread, on="node", how="left", maintain_order="left")
-    missing = [pl.lit(None).alias(name) for name in TREE if name not in {*whole.columns, "path"}]
-    ordered, number = _ordered(whole.with_columns(missing))
+    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(cast_to_schema, STEP_SCHEMA)
+    per_step = summarize_per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], select_whole_steps(trace))
+    full_table = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
+    full_table = full_table.join(per_step, on="node", how="left", maintain_order="left")
+    missing = [pl.lit(None).alias(name) for name in TREE_SCHEMA if name not in {*full_table.columns, "path"}]
+    ordered, new_number = _sort_tree(full_table.with_columns(missing))
     return Modules(
         ordered,
-        steps.with_columns(pl.Series(number)[steps["node"]].alias("node"))
+        steps.with_columns(pl.Series(new_number)[steps["node"]].alias("node"))
         .sort("step", "node")
-        .pipe(cast_to_schema, STEPS),
-        **outside,
+        .pipe(cast_to_schema, STEP_SCHEMA),
+        **outside_sums,
         evidence=all_regions.evidence,
-        recompute_evidence=all_regions.recompute,
+        recompute_evidence=all_regions.recompute_evidence,
     )
 
 
-def _summed_up(table: pl.DataFrame, own: Ints) -> Ints:
+def _add_up_descendants(table: pl.DataFrame, self_values: Ints) -> Ints:
     """Values of the nodes with those of all below; nodes are numbered level by level."""
-    whole = own.copy()
+    totals = self_values.copy()
     parent, depth = table["parent"].to_numpy(), table["depth"].to_numpy()
     for level in range(int(depth.max(initial=0)), 0, -1):
         at_level = np.flatnonzero(depth == level)
-        np.add.at(whole, parent[at_level], whole[at_level])
-    return whole
+        np.add.at(totals, parent[at_level], totals[at_level])
+    return totals
 
 
-def _paths(trace: Trace, tree: Forest, all_regions: Regions) -> tuple[Ints, pl.DataFrame]:
+def _build_paths(trace: Trace, tree: Forest, all_regions: EventRegions) -> tuple[Ints, pl.DataFrame]:
     """For each host event the number of its path, and the paths: node, parent, depth, name, kind.
 
     Goes down level by level: a path is known by its parent's number and its own name, and nesting is shallow.
     """
-    words = vocabulary(trace)
-    kind, above = all_regions.kind, all_regions.above
-    level = _levels(above, kind >= 0)
+    vocabulary = build_vocabulary(trace)
+    kind, parent_region = all_regions.kind, all_regions.above
+    level = _compute_region_depths(parent_region, kind >= 0)
     node = np.full(kind.size + 1, -1, like=kind)  # one more at the end, for those without a parent
-    label = words.code[tree.row].astype(np.int64) * len(KINDS) + kind
-    labels = len(words.names) * len(KINDS)
+    label = vocabulary.code[tree.row].astype(np.int64) * len(REGION_KINDS) + kind
+    label_count = len(vocabulary.names) * len(REGION_KINDS)
     rows: list[pl.DataFrame] = []
     count = 0
     for depth in range(int(level.max()) + 1):
         at_depth = np.flatnonzero(level == depth)
-        path = (node[above[at_depth]] + 1) * labels + label[at_depth]
+        path = (node[parent_region[at_depth]] + 1) * label_count + label[at_depth]
         distinct, first, number = np.unique(path, return_index=True, return_inverse=True)
-        turn = np.empty_like(first)  # nodes are numbered in the order in which they are first called
-        turn[np.argsort(first)] = np.arange(first.size)
-        node[at_depth] = count + turn[number]
-        example = at_depth[np.sort(first)]
+        call_order = np.empty_like(first)  # nodes are numbered in the order in which they are first called
+        call_order[np.argsort(first)] = np.arange(first.size)
+        node[at_depth] = count + call_order[number]
+        first_event = at_depth[np.sort(first)]
         rows.append(
             pl.DataFrame(
                 {
                     "node": count + np.arange(distinct.size),
-                    "parent": node[above[example]],
-                    "name": words.names[words.code[tree.row[example]]],
-                    "kind": kind[example],
+                    "parent": node[parent_region[first_event]],
+                    "name": vocabulary.names[vocabulary.code[tree.row[first_event]]],
+                    "kind": kind[first_event],
                     "depth": np.full(distinct.size, depth),
                 }
             )
@@ -238,101 +250,103 @@ def _paths(trace: Trace, tree: Forest, all_regions: Regions) -> tuple[Ints, pl.D
     return node[:-1], pl.concat(rows).with_columns(pl.col("node").cast(pl.UInt32))
 
 
-def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+def _sort_tree(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
     """Name the paths and number the rows so that parents come before their children, the largest child first.
 
     Returns the rows and, for each node of `table`, its new number.
     """
-    shown = pl.sum_horizontal(f"{part}host_ns" for part in ("", "backward_", "recompute_"))
-    rows = table.sort([pl.col("depth"), shown, pl.col("node")], descending=[False, True, False]).to_dicts()
+    total_host_ns = pl.sum_horizontal(f"{part}host_ns" for part in ("", "backward_", "recompute_"))
+    rows = table.sort([pl.col("depth"), total_host_ns, pl.col("node")], descending=[False, True, False]).to_dicts()
     children: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         children.setdefault(row["parent"], []).append(index)
     ordered: list[dict[str, object]] = []
-    number_of = np.zeros(len(rows), dtype=np.int64)
+    new_number = np.zeros(len(rows), dtype=np.int64)
     stack: list[tuple[int, int | None, str, str]] = [(index, None, "", "") for index in reversed(children.get(-1, []))]
     while stack:
-        index, parent, path, above = stack.pop()
+        index, parent, path, parent_name = stack.pop()
         row = rows[index]
         # the name without the prefix of its kind, and without the dotted name of the scope around it
         name = row["name"]
         if name.startswith(SCOPE_PREFIX):
-            name = name.removeprefix(f"{above}." if name.startswith(f"{above}.") else SCOPE_PREFIX)
+            name = name.removeprefix(f"{parent_name}." if name.startswith(f"{parent_name}.") else SCOPE_PREFIX)
         else:
-            name = name.removeprefix(MODULE if name.startswith(MODULE) else MODULE_PREFIX)
+            name = name.removeprefix(MODULE_FRAME_PREFIX if name.startswith(MODULE_FRAME_PREFIX) else MODULE_PREFIX)
         path = f"{path}/{name}" if path else name
         number = len(ordered)
-        number_of[row["node"]] = number
-        fields = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
+        new_number[row["node"]] = number
+        fields = {"node": number, "parent": parent, "name": name, "path": path, "kind": REGION_KINDS[row["kind"]]}
         ordered.append({**row, **fields})
         stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
-    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).pipe(cast_to_schema, TREE), number_of
+    return pl.DataFrame(ordered, schema_overrides=dict(TREE_SCHEMA)).pipe(cast_to_schema, TREE_SCHEMA), new_number
 
 
-def _regions(trace: Trace) -> Regions:
+def _assign_regions(trace: Trace) -> EventRegions:
     """Give every host event its region and its part.
 
     Forward work belongs to the innermost region around it; backward work to the region of the op that made its autograd
     node, wherever it runs; repeated work to the regions it repeats.
     """
-    tree, words = forest(trace), vocabulary(trace)
-    code = words.code[tree.row]
-    category = column(trace, "category")[tree.row]
+    tree, vocabulary = build_forest(trace), build_vocabulary(trace)
+    code = vocabulary.code[tree.row]
+    category = get_event_column(trace, "category")[tree.row]
     python, op, annotation = (category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION))
-    begins = [f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE, MODULE_PREFIX)]
-    of_scope, of_module, of_mark, step_mark, note = words.matching_each([*begins, STEP_MARK, _COMPILER_NOTE])
-    scope = gather_rows(of_scope, code)
-    module = python & gather_rows(of_module, code)
-    left_out = gather_rows(step_mark | note, code)
+    prefix_patterns = [f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE_FRAME_PREFIX, MODULE_PREFIX)]
+    is_scope_name, is_module_frame_name, is_module_mark_name, step_mark, is_compiler_note = vocabulary.matching_each(
+        [*prefix_patterns, STEP_MARK_PATTERN, _COMPILER_ANNOTATION]
+    )
+    scope = gather_rows(is_scope_name, code)
+    module = python & gather_rows(is_module_frame_name, code)
+    is_excluded = gather_rows(step_mark | is_compiler_note, code)
     kind = np.full(tree.row.size, -1, like=tree.row)
-    kind[module] = KINDS.index("module")
-    kind[scope & (op | annotation)] = KINDS.index("scope")
-    kind[annotation & ~scope & ~left_out] = KINDS.index("annotation")
+    kind[module] = REGION_KINDS.index("module")
+    kind[scope & (op | annotation)] = REGION_KINDS.index("scope")
+    kind[annotation & ~scope & ~is_excluded] = REGION_KINDS.index("annotation")
     # a module call has a mark of ours, a Python frame, or both: then it counts once
-    marked = (op | annotation) & gather_rows(of_mark, code)
-    kind[marked] = -1 if module.any() else KINDS.index("module")
+    is_module_mark = (op | annotation) & gather_rows(is_module_mark_name, code)
+    kind[is_module_mark] = -1 if module.any() else REGION_KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
 
     # The part of each event is that of the nearest event (itself or above) with its own part, else forward.
-    joined, again = backward_of(trace), recomputed(trace)
-    part = np.full(tree.row.size, FORWARD, like=tree.row)
-    if joined is not None:
-        part[joined.backward] = BACKWARD
-    part[gather_rows(words.matching(ENGINE), code)] = BACKWARD
-    part[again.root] = RECOMPUTE
-    if again.root.any():  # the older way of checkpointing runs a backward pass of its own inside
-        inner = np.flatnonzero(gather_rows(words.matching(_RUN_BACKWARD), code))
-        above = tree.nearest(part != FORWARD)[inner]
-        part[inner[(above >= 0) & (part[above] == RECOMPUTE)]] = BACKWARD
-    part = np.append(part, FORWARD)[tree.nearest_or_self(part != FORWARD)]
+    backward_ops, recomputed = match_backward_ops(trace), find_recomputed_work(trace)
+    phase = np.full(tree.row.size, FORWARD, like=tree.row)
+    if backward_ops is not None:
+        phase[backward_ops.backward] = BACKWARD
+    phase[gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), code)] = BACKWARD
+    phase[recomputed.root] = RECOMPUTE
+    if recomputed.root.any():  # the older way of checkpointing runs a backward pass of its own inside
+        inner = np.flatnonzero(gather_rows(vocabulary.matching(_RUN_BACKWARD), code))
+        ancestor = tree.nearest(phase != FORWARD)[inner]
+        phase[inner[(ancestor >= 0) & (phase[ancestor] == RECOMPUTE)]] = BACKWARD
+    phase = np.append(phase, FORWARD)[tree.nearest_or_self(phase != FORWARD)]
 
     while True:
-        region, above = _resolved(trace, tree, kind, joined, again.root, part)
-        level = _levels(above, kind >= 0)
-        if not (level > DEEPEST).any():
+        region, ancestor = _resolve_regions(trace, tree, kind, backward_ops, recomputed.root, phase)
+        level = _compute_region_depths(ancestor, kind >= 0)
+        if not (level > MAX_DEPTH).any():
             break
-        kind[level > DEEPEST] = -1
-    if joined is None:  # then nothing can be told apart inside regions
-        part = np.where(region >= 0, FORWARD, part)
-    return Regions(evidence, kind, region, above, part, joined is not None, again.evidence)
+        kind[level > MAX_DEPTH] = -1
+    if backward_ops is None:  # then nothing can be told apart inside regions
+        phase = np.where(region >= 0, FORWARD, phase)
+    return EventRegions(evidence, kind, region, ancestor, phase, backward_ops is not None, recomputed.evidence)
 
 
-def _levels(above: Ints, wanted: Bools) -> Ints:
+def _compute_region_depths(parent: Ints, is_region: Bools) -> Ints:
     """How many regions stand above each region, at most one more than the deepest level; -1 for what is none."""
-    level = np.where(wanted, 0, -1)
-    rows = np.flatnonzero(wanted & (above >= 0))
-    up = above[rows]
-    for depth in range(1, DEEPEST + 2):
+    depths = np.where(is_region, 0, -1)
+    rows = np.flatnonzero(is_region & (parent >= 0))
+    ancestor = parent[rows]
+    for depth in range(1, MAX_DEPTH + 2):
         if not rows.size:
             break
-        level[rows] = depth
-        up = above[up]
-        rows, up = rows[up >= 0], up[up >= 0]
-    return level
+        depths[rows] = depth
+        ancestor = parent[ancestor]
+        rows, ancestor = rows[ancestor >= 0], ancestor[ancestor >= 0]
+    return depths
 
 
-def _resolved(  # noqa: PLR0917
-    trace: Trace, tree: Forest, kind: Ints, joined: Backward | None, again: Bools, part: Ints
+def _resolve_regions(  # noqa: PLR0917
+    trace: Trace, tree: Forest, kind: Ints, backward_ops: BackwardMatches | None, is_recompute_root: Bools, phase: Ints
 ) -> tuple[Ints, Ints]:
     """The region of each event, and that above each region.
 
@@ -341,44 +355,48 @@ def _resolved(  # noqa: PLR0917
     """
     size = tree.row.size
     is_region = kind >= 0
-    mark = is_region | again
-    forward = np.full(size, -1, like=tree.row)
-    if joined is not None:
-        forward[joined.backward] = joined.forward
-        mark = mark | (forward >= 0)
-    above = tree.nearest(mark)
-    nearest = tree.nearest_or_self(mark, above)
+    is_mark = is_region | is_recompute_root
+    forward_op = np.full(size, -1, like=tree.row)
+    if backward_ops is not None:
+        forward_op[backward_ops.backward] = backward_ops.forward
+        is_mark = is_mark | (forward_op >= 0)
+    nearest_mark_above = tree.nearest(is_mark)
+    nearest_mark = tree.nearest_or_self(is_mark, nearest_mark_above)
     source = np.full(size, -1, like=tree.row)  # the mark whose region another mark takes
-    made = np.flatnonzero((forward >= 0) & ~is_region)
-    source[made] = nearest[forward[made]]
-    up = above.copy()  # the mark above each region
-    repeats = np.flatnonzero(again & ~is_region)
-    if repeats.size:
-        enclosing = above[repeats]
-        source[repeats] = np.where(forward[repeats] >= 0, source[repeats], enclosing)
-        inner = np.flatnonzero(is_region & (above >= 0) & np.append(again & ~is_region, False)[above])
+    unmarked_backward = np.flatnonzero((forward_op >= 0) & ~is_region)
+    source[unmarked_backward] = nearest_mark[forward_op[unmarked_backward]]
+    parent_mark = nearest_mark_above.copy()  # the mark above each region
+    recompute_roots = np.flatnonzero(is_recompute_root & ~is_region)
+    if recompute_roots.size:
+        enclosing = nearest_mark_above[recompute_roots]
+        source[recompute_roots] = np.where(forward_op[recompute_roots] >= 0, source[recompute_roots], enclosing)
+        inner = np.flatnonzero(
+            is_region & (nearest_mark_above >= 0) & np.append(is_recompute_root & ~is_region, False)[nearest_mark_above]
+        )
         # For regions that repeat one: the latest earlier region of the same name in the forward pass; -1 for none
-        code = vocabulary(trace).code[tree.row].astype(np.int64)
-        first = np.flatnonzero((kind >= 0) & (part == FORWARD))
+        code = build_vocabulary(trace).code[tree.row].astype(np.int64)
+        first = np.flatnonzero((kind >= 0) & (phase == FORWARD))
         if not first.size or not inner.size:
             original = np.full(inner.size, -1)
         else:
             key = code * trace.events.height + tree.row  # rows are in the order of starts
             order = first[np.argsort(key[first], kind="stable")]
-            at = np.searchsorted(key[order], key[inner], side="left") - 1
-            matches = (at >= 0) & (code[order[np.maximum(at, 0)]] == code[inner])
-            original = np.where(matches, order[np.maximum(at, 0)], -1)
+            match_index = np.searchsorted(key[order], key[inner], side="left") - 1
+            matches = (match_index >= 0) & (code[order[np.maximum(match_index, 0)]] == code[inner])
+            original = np.where(matches, order[np.maximum(match_index, 0)], -1)
         has_original = original >= 0
         inner, original = inner[has_original], original[has_original]
-        up[inner] = above[original]
-        source[above[inner][::-1]] = above[original][::-1]  # the first region inside shows where the repetition belongs
+        parent_mark[inner] = nearest_mark_above[original]
+        source[nearest_mark_above[inner][::-1]] = nearest_mark_above[original][
+            ::-1
+        ]  # the first region inside shows where the repetition belongs
     # Follow `source` from every mark to a region; -1 where it ends without one.
-    settled = np.where(is_region, np.arange(size, like=source), source)
-    open_rows = np.flatnonzero((settled >= 0) & ~is_region[settled]) if size else settled
-    while open_rows.size:  # ends: each source began earlier than the mark that refers to it
-        settled[open_rows] = source[settled[open_rows]]
-        open_rows = open_rows[settled[open_rows] >= 0]
-        open_rows = open_rows[~is_region[settled[open_rows]]]
-    region = np.append(settled, -1)[nearest]
-    parent = np.where(is_region, np.append(settled, -1)[up], -1)
+    resolved = np.where(is_region, np.arange(size, like=source), source)
+    unresolved = np.flatnonzero((resolved >= 0) & ~is_region[resolved]) if size else resolved
+    while unresolved.size:  # ends: each source began earlier than the mark that refers to it
+        resolved[unresolved] = source[resolved[unresolved]]
+        unresolved = unresolved[resolved[unresolved] >= 0]
+        unresolved = unresolved[~is_region[resolved[unresolved]]]
+    region = np.append(resolved, -1)[nearest_mark]
+    parent = np.where(is_region, np.append(resolved, -1)[parent_mark], -1)
     return region, parent

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from traceloom.errors import InputError, UsageError
 from traceloom.system.files import read_small
 from traceloom.trace.arrays import encode_names, encode_names_by_piece, gather_rows, is_large
-from traceloom.trace.batch import of_each, per_trace, stacked, unstacked
+from traceloom.trace.batch import cache_per_trace, concatenate_by_trace, run_in_batches, split_by_trace
 from traceloom.trace.frames import contains, contains_any
 from traceloom.trace.trace import Trace
 
@@ -57,38 +57,40 @@ class Vocabulary:
         return matches
 
 
-@per_trace
-def vocabulary(trace: Trace) -> Vocabulary:
+@cache_per_trace
+def build_vocabulary(trace: Trace) -> Vocabulary:
     """The distinct names of the events."""
-    names, code = _distinct(trace)
-    return Vocabulary(names, code, *_ordered(trace))
+    names, code = _encode_distinct(trace)
+    return Vocabulary(names, code, *_sort_names(trace))
 
 
-@per_trace
-def _distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
+@cache_per_trace
+def _encode_distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
     """The distinct names, and for each event the index of its own."""
     names = trace.events["name"]
     return encode_names_by_piece(names) if is_large(trace) else encode_names(names)
 
 
-@of_each
-def _ordered(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np.int64]]]:
+@run_in_batches
+def _sort_names(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np.int64]]]:
     """The names of all the traces, and for each of one's own its place among them."""
-    rows = stacked(_distinct(trace)[0].to_frame() for trace in traces)
+    rows = concatenate_by_trace(_encode_distinct(trace)[0].to_frame() for trace in traces)
     ordered = rows["name"].unique().sort()
     index = ordered.to_frame().with_row_index("place")
-    places = rows.join(index, on="name", how="left", nulls_equal=True, maintain_order="left").drop("name")
-    return [(ordered, place["place"].cast(pl.Int64).to_numpy()) for place in unstacked(places, traces)]
+    name_index = rows.join(index, on="name", how="left", nulls_equal=True, maintain_order="left").drop("name")
+    return [
+        (ordered, trace_index["place"].cast(pl.Int64).to_numpy()) for trace_index in split_by_trace(name_index, traces)
+    ]
 
 
-_MOST_BYTES = 1 << 26
-_OWN: set[str] = set()  # patterns of our own tables, which need no check in every run
+_MAX_BYTES = 1 << 26
+_trusted_patterns: set[str] = set()  # patterns of our own tables, which need no check in every run
 
 
 def read_built_in(name: str) -> list[Any]:
     """The rows of a table that comes with Traceloom."""
-    rows = listed(json.loads(files("traceloom.analyze").joinpath(name).read_text(encoding="utf-8")), name)
-    _OWN.update(row[key] for row in rows for key in ("pattern", "op", "under") if key in row)
+    rows = check_list(json.loads(files("traceloom.analyze").joinpath(name).read_text(encoding="utf-8")), name)
+    _trusted_patterns.update(row[key] for row in rows for key in ("pattern", "op", "under") if key in row)
     return rows
 
 
@@ -99,18 +101,18 @@ def read(path: str | Path) -> list[Any]:
         InputError: slug `kernel-rules-unreadable`: the file is no JSON list.
     """
     try:
-        rows = json.loads(read_small(path, _MOST_BYTES))
+        rows = json.loads(read_small(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
         ) from error
-    return listed(rows, str(path))
+    return check_list(rows, str(path))
 
 
-def listed(rows: Any, where: str) -> list[Any]:
+def check_list(rows: Any, location: str) -> list[Any]:
     """The rows, where they are a list."""
     if not isinstance(rows, list):
-        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=where)
+        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=location)
     return rows
 
 
@@ -120,7 +122,7 @@ def check_pattern(rule: str, pattern: str) -> None:
     Raises:
         UsageError: slug `bad-kernel-rule`.
     """
-    if pattern in _OWN:
+    if pattern in _trusted_patterns:
         return
     try:
         contains(pl.Series([""]), f"(?i){pattern}")

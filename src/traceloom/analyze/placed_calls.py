@@ -13,18 +13,24 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.kernel_rules import stepped_work
-from traceloom.analyze.modelled_calls import PLAIN_FLOAT, TENSOR_FLOAT, ModelledCalls, add_graph_replays, modelled_calls
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
+from traceloom.analyze.modelled_calls import (
+    FP32_KERNEL,
+    TF32_KERNEL,
+    ModelledCalls,
+    add_graph_replays,
+    find_modelled_calls,
+)
+from traceloom.analyze.names import build_vocabulary
 from traceloom.errors import UsageError
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
-from traceloom.trace.batch import TRACE, made_from, of_each, stacked, unstacked
+from traceloom.trace.batch import TRACE_COLUMN, cache_last_result, concatenate_by_trace, run_in_batches, split_by_trace
 from traceloom.trace.trace import Trace
 
-_MATRIX = {"fp64": ("fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
-TYPES = ("fp64", "fp64_matrix", "fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+_MATRIX_TYPES = {"fp64": ("fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
+PEAK_TYPES = ("fp64", "fp64_matrix", "fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 """What `flops` of a peak may hold."""
 
 
@@ -48,29 +54,29 @@ class Peak(Struct, frozen=True):
         Vector units compute 16-bit floats, integers and comparisons at the rate of fp32 at best.
         """
         if matrix:
-            return next((self.flops[key] for key in _MATRIX.get(dtype, (dtype,)) if key in self.flops), None)
+            return next((self.flops[key] for key in _MATRIX_TYPES.get(dtype, (dtype,)) if key in self.flops), None)
         return self.flops.get("fp64" if dtype in ("fp64", "complex128") else "fp32")
 
 
 @cache
-def _table() -> dict[str, tuple[Peak, int | None]]:
+def _load_peaks() -> dict[str, tuple[Peak, int | None]]:
     """Peaks and number of multiprocessors by each name of a device, all as `_plain` gives it."""
     text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
     return {
-        _plain(name): (Peak(entry["name"], entry["flops"], entry["memory"]), entry["multiprocessors"])
+        _normalize_name(name): (Peak(entry["name"], entry["flops"], entry["memory"]), entry["multiprocessors"])
         for entry in json.loads(text)["devices"]
         for name in (entry["name"], *entry["aliases"])
     }
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Capitals and blanks do not tell devices apart; everything else does."""
     return re.sub(r"\s+", " ", name).strip().lower()
 
 
-def known_devices() -> tuple[str, ...]:
+def list_known_devices() -> tuple[str, ...]:
     """The devices whose peaks come with Traceloom."""
-    return tuple(dict.fromkeys(peak.name for peak, _ in _table().values()))
+    return tuple(dict.fromkeys(peak.name for peak, _ in _load_peaks().values()))
 
 
 def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
@@ -81,7 +87,7 @@ def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
     """
     if not name:
         return "the trace does not name the device"
-    entry = _table().get(_plain(name))
+    entry = _load_peaks().get(_normalize_name(name))
     if entry is None:
         return f"the peaks of {name!r} are not known"
     peak, expected = entry
@@ -90,7 +96,7 @@ def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
     return peak
 
 
-def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
+def parse_peak(spec: Peak | str | Mapping[str, float]) -> Peak:
     """The peaks that a user gives: themselves, a device's name, or numbers.
 
     Args:
@@ -104,7 +110,7 @@ def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
     if isinstance(spec, str) and "=" not in spec:
         peak = find(spec)
         if isinstance(peak, str):
-            hint = f"use one of {', '.join(known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
+            hint = f"use one of {', '.join(list_known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
             raise UsageError(f"there are no peaks for a device called {spec!r}", slug="no-such-device", hint=hint)
         return peak
     numbers: dict[str, Any] = {}
@@ -113,23 +119,23 @@ def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
         try:
             numbers[key.strip()] = float(value)
         except ValueError:
-            raise _bad(f"`{part.strip()}` is no pair of a name and a number") from None
+            raise _describe_bad_peak(f"`{part.strip()}` is no pair of a name and a number") from None
     if not isinstance(spec, str):
         numbers = {str(key): spec[key] for key in spec}
     for key, value in numbers.items():
-        if key not in (*TYPES, "memory"):
-            raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
+        if key not in (*PEAK_TYPES, "memory"):
+            raise _describe_bad_peak(f"`{key}` is none of {', '.join((*PEAK_TYPES, 'memory'))}")
         if not isinstance(value, (int, float)) or not 0 < value < 1e300:
-            raise _bad(f"`{key}` is not a number above 0")
+            raise _describe_bad_peak(f"`{key}` is not a number above 0")
     rates = {key: float(value) for key, value in numbers.items() if key != "memory"}
     return Peak("given", rates, float(numbers["memory"]) if "memory" in numbers else None)
 
 
-def _bad(message: str) -> UsageError:
+def _describe_bad_peak(message: str) -> UsageError:
     return UsageError(message, slug="bad-peak", hint="give FLOP/s and bytes/s: bf16=989e12,memory=3.35e12")
 
 
-def peaks(trace: Trace, chosen: Peak | None = None) -> dict[int, Peak | str]:
+def find_peaks(trace: Trace, peak: Peak | None = None) -> dict[int, Peak | str]:
     """The peaks of every device with GPU work, or the reason why they are unknown.
 
     A device that the file does not describe takes the name that all devices it describes share: a process that sees one
@@ -137,8 +143,8 @@ def peaks(trace: Trace, chosen: Peak | None = None) -> dict[int, Peak | str]:
     """
     rows = trace.devices[["device", "name", "multiprocessors", "used"]].rows()
     used = [(int(device), name, processors) for device, name, processors, is_used in rows if is_used]
-    if chosen is not None:
-        return {device: chosen for device, _, _ in used}
+    if peak is not None:
+        return {device: peak for device, _, _ in used}
     described = {(name, processors) for _, name, processors, _ in rows if name is not None}
     shared: tuple[Any, Any] = described.pop() if len(described) == 1 else (None, None)
     return {
@@ -178,32 +184,35 @@ def place_on_roofline(trace: Trace, peak: Peak | None = None, capture: Trace | N
     With the recording of the `capture` of its graphs also the calls that their replays make.
     """
     if capture is not None:
-        return _placed([trace], [add_graph_replays(trace, capture)], peak)[0]
-    modelled = modelled_calls(trace)
-    return _placed_by_names(trace, modelled) if peak is None else _placed([trace], [modelled], peak)[0]
+        return _compare_with_peaks([trace], [add_graph_replays(trace, capture)], peak)[0]
+    modelled = find_modelled_calls(trace)
+    return _compare_by_names(trace, modelled) if peak is None else _compare_with_peaks([trace], [modelled], peak)[0]
 
 
-@made_from
-def _placed_by_names(trace: Trace, _modelled: ModelledCalls) -> PlacedCalls:
+@cache_last_result
+def _compare_by_names(trace: Trace, _modelled: ModelledCalls) -> PlacedCalls:
     """With the peaks that the devices' names tell; registering a model changes the calls, and so the result."""
-    return _of_each(trace)
+    return _compare_all(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> list[PlacedCalls]:
-    return _placed(traces, [modelled_calls(trace) for trace in traces], None)
+@run_in_batches
+def _compare_all(traces: Sequence[Trace]) -> list[PlacedCalls]:
+    return _compare_with_peaks(traces, [find_modelled_calls(trace) for trace in traces], None)
 
 
-def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Peak | None) -> list[PlacedCalls]:
-    owner = pl.Series("position", np.concatenate([each.work_owner for each in modelled]))
-    columns = [TRACE, "event", "name", "device", "step", "ns"]
-    work = stepped_work(traces)[columns].hstack([owner]).filter(pl.col("position") >= 0)
-    named = [
-        _arithmetic(trace, own["event"].to_numpy()) for trace, own in zip(traces, unstacked(work, traces), strict=True)
+def _compare_with_peaks(
+    traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Peak | None
+) -> list[PlacedCalls]:
+    owner = pl.Series("position", np.concatenate([calls_of_trace.work_owner for calls_of_trace in modelled]))
+    columns = [TRACE_COLUMN, "event", "name", "device", "step", "ns"]
+    work = select_gpu_work_with_steps(traces)[columns].hstack([owner]).filter(pl.col("position") >= 0)
+    arithmetic_flags = [
+        _detect_arithmetic(trace, trace_rows["event"].to_numpy())
+        for trace, trace_rows in zip(traces, split_by_trace(work, traces), strict=True)
     ]
-    by_call = (
-        work.hstack(pl.concat(named))
-        .group_by(TRACE, "position", maintain_order=True)
+    call_work = (
+        work.hstack(pl.concat(arithmetic_flags))
+        .group_by(TRACE_COLUMN, "position", maintain_order=True)
         .agg(
             pl.col("device", "step").first(),
             pl.col("tensor_float", "plain_float").any(),
@@ -212,19 +221,25 @@ def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Pe
             kernels=pl.len(),
         )
     )
-    calls = stacked(
-        own if of_trace.link.size else _on_host(trace, of_trace)[own.columns]
-        for trace, of_trace, own in zip(traces, modelled, unstacked(by_call, traces), strict=True)
+    calls = concatenate_by_trace(
+        trace_rows if trace_calls.link.size else _list_host_calls(trace, trace_calls)[trace_rows.columns]
+        for trace, trace_calls, trace_rows in zip(traces, modelled, split_by_trace(call_work, traces), strict=True)
     )
-    positions = [own["position"].to_numpy() for own in unstacked(calls, traces)]
-    group = np.concatenate([each.group[position] for each, position in zip(modelled, positions, strict=True)])
-    first = np.cumsum([0, *(each.groups.height for each in modelled)])  # of the groups of each trace among all
-    every = pl.concat([each.groups for each in modelled]).drop("group", "name", "shapes", "types", "reason")
-    of_group = every[group + np.repeat(first[:-1], [position.size for position in positions])]
-    device_peaks = [peaks(trace, peak) for trace in traces]
+    positions = [trace_rows["position"].to_numpy() for trace_rows in split_by_trace(calls, traces)]
+    group = np.concatenate(
+        [calls_of_trace.group[position] for calls_of_trace, position in zip(modelled, positions, strict=True)]
+    )
+    first = np.cumsum(
+        [0, *(calls_of_trace.groups.height for calls_of_trace in modelled)]
+    )  # of the groups of each trace among all
+    all_groups = pl.concat([calls_of_trace.groups for calls_of_trace in modelled]).drop(
+        "group", "name", "shapes", "types", "reason"
+    )
+    group_fields = all_groups[group + np.repeat(first[:-1], [position.size for position in positions])]
+    device_peaks = [find_peaks(trace, peak) for trace in traces]
     # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
-    calls = calls.hstack([pl.Series("group", group, dtype=pl.UInt32), *of_group]).with_columns(
+    calls = calls.hstack([pl.Series("group", group, dtype=pl.UInt32), *group_fields]).with_columns(
         arithmetic=pl.when(single & pl.col("tensor_float")).then(pl.lit("tf32")).otherwise("dtype"),
         evidence=pl.when(~single)
         .then(pl.lit("recorded type"))
@@ -232,7 +247,7 @@ def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Pe
         .then(pl.lit("kernel name"))
         .otherwise(pl.lit("assumed")),
     )
-    keys = [TRACE, "device", "arithmetic", "matrix"]
+    keys = [TRACE_COLUMN, "device", "arithmetic", "matrix"]
     kinds = calls[keys].unique()
     rates: list[tuple[float | None, float | None]] = []
     for number, device, arithmetic, matrix in kinds.rows():
@@ -254,35 +269,37 @@ def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Pe
     )
     return [
         PlacedCalls(
-            own,
+            trace_rows,
             own_work,
-            of_devices,
-            peak is not None or any(isinstance(entry, Peak) for entry in of_devices.values()),
-            of_trace,
+            peaks_by_device,
+            peak is not None or any(isinstance(entry, Peak) for entry in peaks_by_device.values()),
+            trace_calls,
         )
-        for own, own_work, of_devices, of_trace in zip(
-            unstacked(on_roofline, traces), unstacked(work, traces), device_peaks, modelled, strict=True
+        for trace_rows, own_work, peaks_by_device, trace_calls in zip(
+            split_by_trace(on_roofline, traces), split_by_trace(work, traces), device_peaks, modelled, strict=True
         )
     ]
 
 
-def _arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
+def _detect_arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
     """Whether the name of each piece of GPU work tells its arithmetic: tensor_float (tf32), plain_float (fp32)."""
-    patterns = {"tensor_float": TENSOR_FLOAT, "plain_float": PLAIN_FLOAT}
+    patterns = {"tensor_float": TF32_KERNEL, "plain_float": FP32_KERNEL}
     if not work.size:
         return pl.DataFrame(schema=dict.fromkeys(patterns, pl.Boolean))
-    words = vocabulary(trace)
-    return pl.DataFrame({name: words.matching(pattern)[words.code[work]] for name, pattern in patterns.items()})
+    vocabulary = build_vocabulary(trace)
+    return pl.DataFrame(
+        {name: vocabulary.matching(pattern)[vocabulary.code[work]] for name, pattern in patterns.items()}
+    )
 
 
-def _on_host(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
+def _list_host_calls(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
     """The modelled calls of a trace without GPU work, with the time that the host spends in them."""
-    own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
-    tree = forest(trace)
+    call_positions = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
+    tree = build_forest(trace)
     # host times are not those of work that went to a device on which nothing is recorded
     sent = trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any()
-    return pl.DataFrame({"position": own, "step": trace.events["step"][tree.row[own]]}).with_columns(
-        time_ns=pl.lit(None, pl.Int64) if sent else pl.Series(tree.span_ns()[own], dtype=pl.Int64),
+    return pl.DataFrame({"position": call_positions, "step": trace.events["step"][tree.row[call_positions]]}).with_columns(
+        time_ns=pl.lit(None, pl.Int64) if sent else pl.Series(tree.span_ns()[call_positions], dtype=pl.Int64),
         device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
         tensor_float=pl.lit(value=False), plain_float=pl.lit(value=False),
     )  # fmt: skip

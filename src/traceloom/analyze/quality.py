@@ -12,26 +12,26 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.quality_checks import EVENT_CHECKS, GPU_CHECKS, QualityCheck
-from traceloom.system.units import count, duration
+from traceloom.system.units import format_count, format_duration
 from traceloom.trace import vocabulary as cat
-from traceloom.trace.arrays import column
-from traceloom.trace.frames import Result, schema
-from traceloom.trace.notice import Notice, NoticeSeverity, worst_first
+from traceloom.trace.arrays import get_event_column
+from traceloom.trace.frames import Result, build_schema
+from traceloom.trace.notice import Notice, NoticeSeverity, sort_by_severity
 from traceloom.trace.trace import Trace
 
-_LAUNCHES = "delays and queue depths leave such work out"
-_DEVICE = "device time of operators is too small by this work"
+_LAUNCHES_WEAKENED = "delays and queue depths leave such work out"
+_DEVICE_TIME_WEAKENED = "device time of operators is too small by this work"
 _NO_OWNER = "rows without operator"
 
 EFFECTS: dict[str, dict[str, str]] = {
     "orphan-work": {
         "ranks[*].idle": "gaps before such work have no launch to explain them",
-        "operators": _DEVICE,
+        "operators": _DEVICE_TIME_WEAKENED,
         "modules": "device time of modules is too small by this work",
         "kernel_shapes": _NO_OWNER,
         "kinds": "where a name alone is ambiguous the kind is a guess: optimizer work counts as elementwise",
         "roofline": "such work has no model",
-        "launches": _LAUNCHES,
+        "launches": _LAUNCHES_WEAKENED,
         "per_step": "such work belongs to no step",
         "critical_path": "nothing on the host leads to such work",
     },
@@ -52,7 +52,7 @@ EFFECTS: dict[str, dict[str, str]] = {
         "ranks[*].idle": "gaps may hold work that was not recorded",
         "kernels": "counts and sums are too small",
         "kinds": "sums are too small",
-        "operators": _DEVICE,
+        "operators": _DEVICE_TIME_WEAKENED,
         "launches": "queues seem to empty too late: such work never starts",
     },
     "gpu-work-before-launch": {
@@ -175,20 +175,20 @@ class Effect(TypedDict):
     how: str
 
 
-def affected(slug: str) -> list[Effect]:
+def list_affected(slug: str) -> list[Effect]:
     """What a notice weakens, as it stands in report JSON: `part` of the document and `how`; empty for nothing."""
-    return [{"part": part, "how": how} for part, how in EFFECTS.get(slug, {}).items()]
+    return [{"part": part, "how": effect} for part, effect in EFFECTS.get(slug, {}).items()]
 
 
-CHECKS = schema(
+CHECKS = build_schema(
     "check affected_count total_count severity message affects",
     {"severity": pl.Enum(["ok", "info", "warning", "error"]), "affects": pl.List(pl.String())},
 )
 
-UNEVEN = 1.5
+UNEVEN_FACTOR = 1.5
 """A step is uneven where it is this many times longer or shorter than the median."""
 
-COSTLY = 1.05
+MIN_OVERHEAD_RATIO = 1.05
 """Recording that makes steps this many times longer is said; twice that excess is a warning."""
 
 
@@ -210,8 +210,8 @@ class Quality(Result):
 
 def quality(trace: Trace) -> Quality:
     """Check the capture. The checks and their limits: docs/concepts/capture-quality.md."""
-    made = (rule(trace) for rule in (*GPU_CHECKS, *EVENT_CHECKS, *_RUN_CHECKS))
-    done: list[QualityCheck] = [check for check in made if check is not None]
+    results = (rule(trace) for rule in (*GPU_CHECKS, *EVENT_CHECKS, *_RUN_CHECKS))
+    done: list[QualityCheck] = [check for check in results if check is not None]
     rows = [
         {
             "check": check.slug,
@@ -219,7 +219,7 @@ def quality(trace: Trace) -> Quality:
             "total_count": check.total,
             "severity": check.severity if check.affected else "ok",
             "message": check.message if check.affected else "",
-            "affects": [f"{part}: {how}" for part, how in EFFECTS[check.slug].items()] if check.affected else [],
+            "affects": [f"{part}: {effect}" for part, effect in EFFECTS[check.slug].items()] if check.affected else [],
         }
         for check in done
     ]
@@ -229,10 +229,10 @@ def quality(trace: Trace) -> Quality:
         for check in done
         if check.affected and check.slug not in reported
     )
-    return Quality(worst_first(notices), pl.DataFrame(rows, schema=CHECKS))
+    return Quality(sort_by_severity(notices), pl.DataFrame(rows, schema=CHECKS))
 
 
-def missing_steps(trace: Trace) -> QualityCheck | None:
+def check_missing_steps(trace: Trace) -> QualityCheck | None:
     """No steps: nothing can be said per step."""
     if not trace.events.height:
         return None
@@ -243,33 +243,33 @@ def missing_steps(trace: Trace) -> QualityCheck | None:
     return QualityCheck(0 if trace.steps.height else 1, 1, "info", message, slug="no-steps")
 
 
-def warm_up_step(trace: Trace) -> QualityCheck | None:
+def check_warm_up_step(trace: Trace) -> QualityCheck | None:
     """A first step that is much longer than the others."""
-    lengths = _lengths(trace)
+    lengths = _compute_step_lengths(trace)
     if len(lengths) < 3:
         return None
-    rest = lengths[1:].median()
-    assert isinstance(rest, float)
-    slow = lengths[0] > UNEVEN * rest
+    median_ns = lengths[1:].median()
+    assert isinstance(median_ns, float)
+    slow = lengths[0] > UNEVEN_FACTOR * median_ns
     message = (
-        f"the first step took {duration(int(lengths[0]))}, the others {duration(int(rest))} (median): it looks like a "
+        f"the first step took {format_duration(int(lengths[0]))}, the others {format_duration(int(median_ns))} (median): it looks like a "
         "warm-up and raises the averages; leave it out with `--steps`"
     )
     return QualityCheck(int(slow), 1, "warning", message, slug="warm-up-step")
 
 
-def uneven_steps(trace: Trace) -> QualityCheck | None:
+def check_uneven_steps(trace: Trace) -> QualityCheck | None:
     """Steps far from the median; the first one is the business of `warm_up_step`."""
-    lengths = _lengths(trace)
+    lengths = _compute_step_lengths(trace)
     if len(lengths) < 3:
         return None
     later = lengths[1:]
     median = lengths.median()
     assert isinstance(median, float)
-    affected = int(((later > UNEVEN * median) | (later * UNEVEN < median)).sum())
+    affected = int(((later > UNEVEN_FACTOR * median) | (later * UNEVEN_FACTOR < median)).sum())
     message = (
-        f"{count(affected)} of {count(len(later))} later steps differ from the median step ({duration(int(median))}) "
-        f"by more than a factor of {UNEVEN:g}: an average step stands for none of them"
+        f"{format_count(affected)} of {format_count(len(later))} later steps differ from the median step ({format_duration(int(median))}) "
+        f"by more than a factor of {UNEVEN_FACTOR:g}: an average step stands for none of them"
     )
     return QualityCheck(affected, len(later), "warning", message, slug="uneven-steps")
 
@@ -279,11 +279,13 @@ def cut_steps(trace: Trace) -> QualityCheck | None:
     if not trace.steps.height:
         return None
     affected = int((~trace.steps["complete"]).sum())
-    message = f"{count(affected)} of {count(trace.steps.height)} steps are cut off by the edge of the recording"
+    message = (
+        f"{format_count(affected)} of {format_count(trace.steps.height)} steps are cut off by the edge of the recording"
+    )
     return QualityCheck(affected, trace.steps.height, "info", message, slug="cut-steps")
 
 
-def rank_unknown(trace: Trace) -> QualityCheck | None:
+def check_unknown_rank(trace: Trace) -> QualityCheck | None:
     """A trace of a distributed job that does not say its rank."""
     distributed = (trace.meta.world_size or 1) > 1 or trace.collectives.height > 0
     if not distributed:
@@ -295,7 +297,7 @@ def rank_unknown(trace: Trace) -> QualityCheck | None:
     return QualityCheck(int(trace.rank is None), 1, "warning", message, slug="rank-unknown")
 
 
-def rank_outside_world(trace: Trace) -> QualityCheck | None:
+def check_rank_outside_world(trace: Trace) -> QualityCheck | None:
     """A rank that the job cannot have."""
     size = trace.meta.world_size
     if trace.rank is None or size is None:
@@ -304,44 +306,46 @@ def rank_outside_world(trace: Trace) -> QualityCheck | None:
     return QualityCheck(int(not 0 <= trace.rank < size), 1, "warning", message, slug="rank-outside-world")
 
 
-def recording_cost(trace: Trace) -> QualityCheck | None:
+def check_recording_cost(trace: Trace) -> QualityCheck | None:
     """What recording cost, as `traceloom record` measured it against unrecorded steps."""
     overhead = (trace.meta.capture or {}).get("overhead")
     ratio = overhead.get("ratio") if isinstance(overhead, dict) else None
     if not isinstance(ratio, (int, float)):
         return None
     message = f"recorded steps took {ratio:.2f} times as long as unrecorded ones: absolute times are too long by that"
-    severity: NoticeSeverity = "warning" if ratio > 1 + 2 * (COSTLY - 1) else "info"
-    return QualityCheck(int(ratio > COSTLY), 1, severity, message, slug="recording-cost")
+    severity: NoticeSeverity = "warning" if ratio > 1 + 2 * (MIN_OVERHEAD_RATIO - 1) else "info"
+    return QualityCheck(int(ratio > MIN_OVERHEAD_RATIO), 1, severity, message, slug="recording-cost")
 
 
-def coarse_clock(trace: Trace) -> QualityCheck | None:
+def check_coarse_clock(trace: Trace) -> QualityCheck | None:
     """Times in whole microseconds: short events are rounded."""
     if trace.meta.unit_ns <= 1:
         return None
-    timed = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in (*cat.GPU_WORK, cat.OP)])
-    lengths = column(trace, "duration_ns")[timed]
+    has_times = np.isin(
+        get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in (*cat.GPU_WORK, cat.OP)]
+    )
+    lengths = get_event_column(trace, "duration_ns")[has_times]
     short = int((lengths < 10 * trace.meta.unit_ns).sum())
     message = (
-        f"times are whole microseconds (a PyTorch before 2024): {count(short)} of {count(lengths.size)} operators and "
+        f"times are whole microseconds (a PyTorch before 2024): {format_count(short)} of {format_count(lengths.size)} operators and "
         "pieces of GPU work are shorter than 10 µs, so that theirs are off by 5 % and more"
     )
     return QualityCheck(short, lengths.size, "info", message, slug="coarse-clock")
 
 
-def _lengths(trace: Trace) -> pl.Series:
+def _compute_step_lengths(trace: Trace) -> pl.Series:
     complete = trace.steps["complete"]
     start, end = (trace.steps[name].filter(complete) for name in ("start_ns", "end_ns"))
     return (end - start)[np.argsort(start.to_numpy(), kind="stable")]
 
 
 _RUN_CHECKS = (
-    missing_steps,
-    warm_up_step,
-    uneven_steps,
+    check_missing_steps,
+    check_warm_up_step,
+    check_uneven_steps,
     cut_steps,
-    rank_unknown,
-    rank_outside_world,
-    recording_cost,
-    coarse_clock,
+    check_unknown_rank,
+    check_rank_outside_world,
+    check_recording_cost,
+    check_coarse_clock,
 )

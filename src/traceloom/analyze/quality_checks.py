@@ -12,17 +12,24 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.autograd import ENGINE
-from traceloom.analyze.gpu_work import gpu_rows
-from traceloom.analyze.host_events import OURS
-from traceloom.analyze.intervals import union
-from traceloom.analyze.kernel_efficiency import kernel_launches
-from traceloom.analyze.names import vocabulary
-from traceloom.graph.device_edges import BEGINNING, MUCH
-from traceloom.system.units import count, duration, share
+from traceloom.analyze.autograd import ENGINE_NODE_PATTERN
+from traceloom.analyze.gpu_work import find_gpu_event_rows
+from traceloom.analyze.host_events import TRACELOOM_ANNOTATION_PATTERN
+from traceloom.analyze.intervals import merge_intervals
+from traceloom.analyze.kernel_efficiency import find_launch_calls
+from traceloom.analyze.names import build_vocabulary
+from traceloom.graph.device_edges import BEGINNING_SHARE, MIN_NOTICED_SHARE
+from traceloom.system.units import format_count, format_duration, format_share
 from traceloom.trace import vocabulary as cat
-from traceloom.trace.arrays import column
-from traceloom.trace.batch import TRACE, of_each, of_events, per_trace, stacked, unstacked
+from traceloom.trace.arrays import get_event_column
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
 from traceloom.trace.notice import NoticeSeverity
 from traceloom.trace.trace import Trace
 
@@ -45,53 +52,55 @@ class QualityCheck(Struct, frozen=True):
     slug: str
 
 
-def grade(affected: int, total: int, limit: float) -> NoticeSeverity:
+def choose_severity(affected: int, total: int, limit: float) -> NoticeSeverity:
     """`warning` where the share is above the limit, else `info`."""
     return "warning" if total and affected > limit * total else "info"
 
 
-def many(number: int, singular: str, plural: str | None = None) -> str:
+def format_counted(number: int, singular: str, plural: str | None = None) -> str:
     """`1 piece`, `2 pieces`."""
-    return f"{count(number)} {singular if number == 1 else plural or singular + 's'}"
+    return f"{format_count(number)} {singular if number == 1 else plural or singular + 's'}"
 
 
-_ENOUGH_IDS = 500  # operators
-_SAMPLED = 0.05  # of the numbers are in the file: recorded traces have 13 % and more
-ABSURD_NS = 24 * 3600 * 10**9
+_MIN_IDS = 500  # operators
+_MAX_SAMPLED_SHARE = 0.05  # of the numbers are in the file: recorded traces have 13 % and more
+MIN_ABSURD_NS = 24 * 3600 * 10**9
 """A span this long is no measurement: profiles last seconds, and overflowed counters give days."""
 
 
-def missing_ops(trace: Trace) -> QualityCheck | None:
+def check_missing_ops(trace: Trace) -> QualityCheck | None:
     """GPU work or calls without a single framework operator."""
-    seen = _count(trace, *cat.GPU_WORK, *cat.LAUNCHES)
-    if not seen:
+    work_count = _count(trace, *cat.GPU_WORK, *cat.LAUNCHES)
+    if not work_count:
         return None
     ops = _count(trace, cat.OP)
     message = (
         "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
         "unknown, only calls and GPU work are shown"
     )
-    return QualityCheck(0 if ops else seen, seen, "warning", message, slug="no-operators")
+    return QualityCheck(0 if ops else work_count, work_count, "warning", message, slug="no-operators")
 
 
-def operators_left_out(trace: Trace) -> QualityCheck | None:
+def check_sampled_operators(trace: Trace) -> QualityCheck | None:
     """Operators that were numbered one by one, of which a file holds a few: what lies between them is unknown."""
     ids = trace.events["external_id"].filter(trace.events["category"] == cat.OP).drop_nulls()
-    if ids.len() < _ENOUGH_IDS:
+    if ids.len() < _MIN_IDS:
         return None
     numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]
-    held = ids.n_unique()
+    recorded = ids.n_unique()
     message = (
-        f"{count(held)} operators are in the file, with numbers that are {count(numbered)} apart: the others were left "
+        f"{format_count(recorded)} operators are in the file, with numbers that are {format_count(numbered)} apart: the others were left "
         "out (a sampled trace), so that idle time, and time between operators, may be theirs"
     )
-    return QualityCheck(numbered - held if held < _SAMPLED * numbered else 0, numbered, "warning", message,
+    return QualityCheck(numbered - recorded if recorded < _MAX_SAMPLED_SHARE * numbered else 0, numbered, "warning", message,
                  slug="operators-left-out")  # fmt: skip
 
 
-def missing_shapes(trace: Trace) -> QualityCheck | None:
+def check_missing_shapes(trace: Trace) -> QualityCheck | None:
     """Ops without the shapes of their inputs."""
-    is_op = (trace.events["category"] == cat.OP).to_numpy() & ~vocabulary(trace).events(OURS)
+    is_op = (trace.events["category"] == cat.OP).to_numpy() & ~build_vocabulary(trace).events(
+        TRACELOOM_ANNOTATION_PATTERN
+    )
     ops = int(is_op.sum())
     if not ops:
         return None
@@ -99,7 +108,7 @@ def missing_shapes(trace: Trace) -> QualityCheck | None:
     shaped[trace.tensors["event"].to_numpy()] = True
     without = ops - int((is_op & shaped).sum())
     message = (
-        f"{count(without)} of {count(ops)} operators have no input shapes: they cannot be distinguished by size; "
+        f"{format_count(without)} of {format_count(ops)} operators have no input shapes: they cannot be distinguished by size; "
         "record with shapes to see them"
     )
     # where shapes are on, some operators still have no tensors to speak of
@@ -107,7 +116,7 @@ def missing_shapes(trace: Trace) -> QualityCheck | None:
     return QualityCheck(affected, ops, "info", message, slug="missing-shapes")
 
 
-def missing_stacks(trace: Trace) -> QualityCheck | None:
+def check_missing_stacks(trace: Trace) -> QualityCheck | None:
     """No Python frames: what runs between operators is unknown."""
     ops = _count(trace, cat.OP)
     if not ops:
@@ -120,145 +129,155 @@ def missing_stacks(trace: Trace) -> QualityCheck | None:
     return QualityCheck(0 if frames else ops, ops, "info", message, slug="missing-stacks")
 
 
-def shortened_events(trace: Trace) -> QualityCheck | None:
+def check_shortened_events(trace: Trace) -> QualityCheck | None:
     """Events that overran the one they lie in."""
     host = trace.lanes["lane"].filter(trace.lanes["kind"] == "host")
-    on_host = np.isin(column(trace, "lane"), host.to_numpy())
+    on_host = np.isin(get_event_column(trace, "lane"), host.to_numpy())
     events = int(on_host.sum())
     if not events:
         return None
-    over = column(trace, "start_ns") + column(trace, "duration_ns") - column(trace, "nested_end_ns")
-    lost = over[on_host & (over > 0)]
-    message = (
-        f"{count(lost.size)} of {many(events, 'host event')} crossed another one and are cut short, by "
-        f"{duration(int(lost.sum()))} in all, so that no time counts twice"
+    excess_ns = (
+        get_event_column(trace, "start_ns")
+        + get_event_column(trace, "duration_ns")
+        - get_event_column(trace, "nested_end_ns")
     )
-    return QualityCheck(lost.size, events, grade(lost.size, events, 0.01), message, slug="crossing-spans")
+    lost = excess_ns[on_host & (excess_ns > 0)]
+    message = (
+        f"{format_count(lost.size)} of {format_counted(events, 'host event')} crossed another one and are cut short, by "
+        f"{format_duration(int(lost.sum()))} in all, so that no time counts twice"
+    )
+    return QualityCheck(lost.size, events, choose_severity(lost.size, events, 0.01), message, slug="crossing-spans")
 
 
-def negative_durations(trace: Trace) -> QualityCheck | None:
+def check_negative_durations(trace: Trace) -> QualityCheck | None:
     """Events that end before they start."""
     total = trace.events.height
     affected = int((trace.events["duration_ns"] < 0).sum())
-    message = f"{many(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
+    message = (
+        f"{format_counted(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
+    )
     return QualityCheck(affected, total, "warning", message, slug="negative-duration") if total else None
 
 
-def absurd_durations(trace: Trace) -> QualityCheck | None:
+def check_absurd_durations(trace: Trace) -> QualityCheck | None:
     """Events of a day and more."""
     total = trace.events.height
-    affected = int((trace.events["duration_ns"] >= ABSURD_NS).sum())
+    affected = int((trace.events["duration_ns"] >= MIN_ABSURD_NS).sum())
     message = (
-        f"{many(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
+        f"{format_counted(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
         "and every share of it are wrong"
     )
     return QualityCheck(affected, total, "error", message, slug="absurd-duration") if total else None
 
 
-def unknown_categories(trace: Trace) -> QualityCheck | None:
+def check_unknown_categories(trace: Trace) -> QualityCheck | None:
     """Events of a category that this version does not know."""
     total = trace.events.height
     unknown = trace.events["name"].filter(trace.events["category"] == cat.OTHER)
     names = ", ".join(sorted(unknown.unique().to_list())[:3])
     message = (
-        f"{many(unknown.len(), 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
+        f"{format_counted(unknown.len(), 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
         "shown in the timeline, counted nowhere"
     )
     return QualityCheck(unknown.len(), total, "info", message, slug="unknown-category") if total else None
 
 
-def profiler_overhead(trace: Trace) -> QualityCheck | None:
+def check_profiler_overhead(trace: Trace) -> QualityCheck | None:
     """Time that the profiler says it took itself."""
     window = trace.end_ns - trace.start_ns
     if not window:
         return None
-    own = trace.events["category"] == cat.OVERHEAD
-    start, duration_ns = (trace.events[name].filter(own).to_numpy() for name in ("start_ns", "duration_ns"))
-    taken = union(start, start + duration_ns).total
+    is_overhead = trace.events["category"] == cat.OVERHEAD
+    start, duration_ns = (trace.events[name].filter(is_overhead).to_numpy() for name in ("start_ns", "duration_ns"))
+    overhead_ns = merge_intervals(start, start + duration_ns).total
     message = (
-        f"the profiler reports {many(start.size, 'pause')} of its own (flushing buffers, allocating them), "
-        f"{duration(taken)} or {share(taken, window)} of the window: this time is not the program's"
+        f"the profiler reports {format_counted(start.size, 'pause')} of its own (flushing buffers, allocating them), "
+        f"{format_duration(overhead_ns)} or {format_share(overhead_ns, window)} of the window: this time is not the program's"
     )
-    return QualityCheck(start.size, trace.events.height, grade(taken, window, 0.05), message, slug="profiler-overhead")
+    return QualityCheck(
+        start.size, trace.events.height, choose_severity(overhead_ns, window, 0.05), message, slug="profiler-overhead"
+    )
 
 
-_DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "group_size": "group"}
+_DETAIL_LABELS = {"kind": "kind", "element_type": "type", "in_elements": "size", "group_size": "group"}
 
 
-def collectives_without_details(trace: Trace) -> QualityCheck | None:
+def check_collective_details(trace: Trace) -> QualityCheck | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
-    calls = np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))
+    calls = np.flatnonzero(build_vocabulary(trace).events(r"^record_param_comms$"))
     if not calls.size:
         return None
-    present = np.zeros((trace.events.height + 1, len(_DETAILS)), dtype=np.bool_)  # of each event, and of none
+    present = np.zeros((trace.events.height + 1, len(_DETAIL_LABELS)), dtype=np.bool_)  # of each event, and of none
     events = trace.collectives["event"].to_numpy()
-    details = trace.collectives.select(pl.col(list(_DETAILS)).is_not_null()).to_numpy()
+    details = trace.collectives.select(pl.col(list(_DETAIL_LABELS)).is_not_null()).to_numpy()
     np.logical_or.at(present, events, details)
     # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
-    np.logical_or.at(present, column(trace, "parent", -1)[events], details)
+    np.logical_or.at(present, get_event_column(trace, "parent", -1)[events], details)
     missing = ~present[calls]
-    lacking = dict(zip(_DETAILS.values(), missing.sum(axis=0).tolist(), strict=True))
+    lacking = dict(zip(_DETAIL_LABELS.values(), missing.sum(axis=0).tolist(), strict=True))
     counts = {word: number for word, number in lacking.items() if number}
-    parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in
+    parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {format_count(number)}" for number in
              sorted(set(counts.values()), reverse=True)]  # fmt: skip
     affected = int(missing.any(axis=1).sum())
     message = (
-        f"{count(affected)} of {count(calls.size)} collective calls do not say all that they move (missing: "
+        f"{format_count(affected)} of {format_count(calls.size)} collective calls do not say all that they move (missing: "
         f"{'; '.join(parts)}; an older PyTorch, or shapes were off): bytes and bandwidth of these may be unknown"
     )
     return QualityCheck(affected, calls.size, "info", message, slug="collectives-without-details")
 
 
-def ambiguous_backward(trace: Trace) -> QualityCheck | None:
+def check_ambiguous_backward(trace: Trace) -> QualityCheck | None:
     """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
-    names = _names_of_sequence_numbers(trace)
+    names = _count_names_by_sequence(trace)
     if not names.len():
         return None
     affected = int((names > 1).sum())
     message = (
-        f"{count(affected)} of {count(names.len())} autograd sequence numbers belong to several backward operators: "
+        f"{format_count(affected)} of {format_count(names.len())} autograd sequence numbers belong to several backward operators: "
         "the forward operator of these is uncertain"
     )
     return QualityCheck(affected, names.len(), "info", message, slug="ambiguous-backward")
 
 
-@of_each
-def _names_of_sequence_numbers(traces: Sequence[Trace]) -> Iterable[pl.Series]:
+@run_in_batches
+def _count_names_by_sequence(traces: Sequence[Trace]) -> Iterable[pl.Series]:
     """For each sequence number of the backward pass how many names its nodes have."""
     parts = []
     for trace in traces:
-        nodes = np.flatnonzero(vocabulary(trace).events(ENGINE) & (column(trace, "sequence", -1) >= 0))
+        nodes = np.flatnonzero(
+            build_vocabulary(trace).events(ENGINE_NODE_PATTERN) & (get_event_column(trace, "sequence", -1) >= 0)
+        )
         parts.append(trace.events[["name", "process", "forward_thread", "sequence"]][nodes])
-    keys = [TRACE, "process", "forward_thread", "sequence"]
-    names = stacked(parts).group_by(keys, maintain_order=True).agg(pl.col("name").n_unique())
-    return [of_trace["name"] for of_trace in unstacked(names, traces)]
+    keys = [TRACE_COLUMN, "process", "forward_thread", "sequence"]
+    names = concatenate_by_trace(parts).group_by(keys, maintain_order=True).agg(pl.col("name").n_unique())
+    return [trace_names["name"] for trace_names in split_by_trace(names, traces)]
 
 
 def _count(trace: Trace, *categories: str) -> int:
-    return int(np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in categories]).sum())
+    return int(np.isin(get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in categories]).sum())
 
 
 EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
-    missing_ops,
-    operators_left_out,
-    missing_shapes,
-    missing_stacks,
-    shortened_events,
-    negative_durations,
-    absurd_durations,
-    unknown_categories,
-    profiler_overhead,
-    collectives_without_details,
-    ambiguous_backward,
+    check_missing_ops,
+    check_sampled_operators,
+    check_missing_shapes,
+    check_missing_stacks,
+    check_shortened_events,
+    check_negative_durations,
+    check_absurd_durations,
+    check_unknown_categories,
+    check_profiler_overhead,
+    check_collective_details,
+    check_ambiguous_backward,
 )
 
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
-_SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
+_SUBMITTING_CALLS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
 _STREAM_WAIT = "Stream Wait Event"
-_COLD_NS = 200_000  # the first launch of a kernel may take so long until it runs
+_MAX_COLD_START_NS = 200_000  # the first launch of a kernel may take so long until it runs
 
 
-class _Figures(Struct, frozen=True):
+class _WorkFigures(Struct, frozen=True):
     """Sums over the GPU work of a trace: counts of pieces, times in ns."""
 
     work_count: int = 0
@@ -271,126 +290,130 @@ class _Figures(Struct, frozen=True):
     instant_count: int = 0
 
 
-def orphan_gpu_work(trace: Trace) -> QualityCheck | None:
+def check_orphan_gpu_work(trace: Trace) -> QualityCheck | None:
     """GPU work that no launch in the file explains."""
-    work = _figures(trace)
+    work = _compute_figures(trace)
     if not work.work_count:
         return None
     message = (
-        f"the launch of {count(work.orphan_count)} of {many(work.work_count, 'piece')} of GPU work "
-        f"({duration(work.orphan_ns)}) is not in the file, mostly because the recording began later: the time counts, "
+        f"the launch of {format_count(work.orphan_count)} of {format_counted(work.work_count, 'piece')} of GPU work "
+        f"({format_duration(work.orphan_ns)}) is not in the file, mostly because the recording began later: the time counts, "
         "but no operator, module or step can be named for it"
     )
-    severity = grade(work.orphan_count, work.work_count, 0.05)
+    severity = choose_severity(work.orphan_count, work.work_count, 0.05)
     return QualityCheck(work.orphan_count, work.work_count, severity, message, slug="orphan-work")
 
 
-def gpu_work_missing(trace: Trace) -> QualityCheck | None:
+def check_missing_gpu_work(trace: Trace) -> QualityCheck | None:
     """Launches were recorded, but nothing that ran on a GPU."""
-    launches = _submissions(trace)
-    if not launches.height or _work(trace).height:
+    launches = _list_submitting_calls(trace)
+    if not launches.height or _select_gpu_work(trace).height:
         return None
     message = (
-        f"{many(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
+        f"{format_counted(launches.height, 'launch', 'launches')} recorded, but no GPU work: the profiler could not trace "
         "the GPU (another profiler held it, or it was not asked to), so that device times are unknown, not zero"
     )
     return QualityCheck(launches.height, launches.height, "warning", message, slug="gpu-work-missing")
 
 
-def busy_before_window(trace: Trace) -> QualityCheck | None:
+def check_busy_before_window(trace: Trace) -> QualityCheck | None:
     """GPUs that did nothing recorded at first, though work had been launched (`link` takes that time as given)."""
-    work = _work(trace)
+    work = _select_gpu_work(trace)
     if not work.height:
         return None
     window = max(trace.end_ns - trace.start_ns, 1)
     first = work.sort("start_ns").unique("device", keep="first", maintain_order=True).drop_nulls("launch")
     call = trace.events[first["launch"].to_list()][["start_ns", "duration_ns"]]
-    early = call["start_ns"] - trace.start_ns <= BEGINNING * window
+    early = call["start_ns"] - trace.start_ns <= BEGINNING_SHARE * window
     waited = (first["start_ns"] - call["start_ns"] - call["duration_ns"]).filter(early)
-    long = waited.filter(waited >= max(MUCH * window, _COLD_NS))
+    long = waited.filter(waited >= max(MIN_NOTICED_SHARE * window, _MAX_COLD_START_NS))
     longest = int(long.max() or 0)  # type: ignore[arg-type]
     message = (
-        f"for {duration(longest)} ({share(longest, window)} of the window) a GPU did nothing that is recorded, though "
+        f"for {format_duration(longest)} ({format_share(longest, window)} of the window) a GPU did nothing that is recorded, though "
         "work had been launched: it was behind what was launched before the recording; that time counts as idle, and "
         "no change of recorded work moves it"
     )
     return QualityCheck(long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window")
 
 
-def launches_without_work(trace: Trace) -> QualityCheck | None:
+def check_launches_without_work(trace: Trace) -> QualityCheck | None:
     """Launches whose GPU work is not in the file."""
-    work = _work(trace)
-    launches = _submissions(trace)
+    work = _select_gpu_work(trace)
+    launches = _list_submitting_calls(trace)
     if not work.height or not launches.height:
         return None
     # by correlation: a driver call inside a runtime call repeats its number
     done = np.isin(launches["correlation"].to_numpy(), work["correlation"].drop_nulls().to_numpy())
     lost = launches["start_ns"].to_numpy()[~done]
     late = int((lost > work["start_ns"].to_numpy().max()).sum())
-    last = f" ({count(late)} of them after the last piece of GPU work)" if late else ""
+    last = f" ({format_count(late)} of them after the last piece of GPU work)" if late else ""
     message = (
-        f"the GPU work of {count(lost.size)} of {many(launches.height, 'launch', 'launches')} is not in the file"
+        f"the GPU work of {format_count(lost.size)} of {format_counted(launches.height, 'launch', 'launches')} is not in the file"
         f"{last}: the recording ended first, or events were dropped; "
         "GPU time is missing there"
     )
     return QualityCheck(
-        lost.size, launches.height, grade(lost.size, launches.height, 0.01), message, slug="launches-without-work"
+        lost.size,
+        launches.height,
+        choose_severity(lost.size, launches.height, 0.01),
+        message,
+        slug="launches-without-work",
     )
 
 
-def work_before_launch(trace: Trace) -> QualityCheck | None:
+def check_work_before_launch(trace: Trace) -> QualityCheck | None:
     """GPU work that starts before its launch: the two clocks disagree (rule 1)."""
-    work = _figures(trace)
+    work = _compute_figures(trace)
     launched = work.work_count - work.orphan_count
     if not launched:
         return None
     message = (
-        f"{many(work.early_count, 'piece')} of GPU work started before the launch, by up to {duration(work.early_ns)}: "
+        f"{format_counted(work.early_count, 'piece')} of GPU work started before the launch, by up to {format_duration(work.early_ns)}: "
         "the clocks of host and GPU disagree by that much, and so do launch delays and idle causes"
     )
     return QualityCheck(work.early_count, launched, "warning", message, slug="gpu-work-before-launch")
 
 
-def overlapping_work(trace: Trace) -> QualityCheck | None:
+def check_overlapping_work(trace: Trace) -> QualityCheck | None:
     """GPU work that begins before the work before it on the same stream has ended."""
-    work = _figures(trace)
+    work = _compute_figures(trace)
     if not work.timed_count:
         return None
     message = (
-        f"{many(work.overlapping_count, 'piece')} of GPU work overlapped the one before on its own stream "
+        f"{format_counted(work.overlapping_count, 'piece')} of GPU work overlapped the one before on its own stream "
         "(programmatic launches, or several hardware queues): sums of kernel times exceed the time that passed; unions "
         "are right"
     )
     return QualityCheck(work.overlapping_count, work.timed_count, "info", message, slug="overlapping-gpu-work")
 
 
-def instant_work(trace: Trace) -> QualityCheck | None:
+def check_instant_work(trace: Trace) -> QualityCheck | None:
     """GPU work that was too short for the clock."""
-    work = _figures(trace)
+    work = _compute_figures(trace)
     if not work.work_count:
         return None
     affected, total = work.instant_count, work.work_count
     message = (
-        f"{count(affected)} of {many(total, 'piece')} of GPU work took no time by the clock of the recording: "
+        f"{format_count(affected)} of {format_counted(total, 'piece')} of GPU work took no time by the clock of the recording: "
         "they are counted, but take no time in any sum, and have no bandwidth"
     )
-    return QualityCheck(affected, total, grade(affected, total, 0.1), message, slug="instant-gpu-work")
+    return QualityCheck(affected, total, choose_severity(affected, total, 0.1), message, slug="instant-gpu-work")
 
 
-def unpaired_counters(trace: Trace) -> QualityCheck | None:
+def check_unpaired_counters(trace: Trace) -> QualityCheck | None:
     """Counters of kernels that cannot be joined to launches."""
     ranges = int((trace.events["category"] == cat.COUNTER_RANGE).sum())
     if not ranges:
         return None
-    launched = len(kernel_launches(trace))
+    launched = len(find_launch_calls(trace))
     message = (
-        f"{many(ranges, 'kernel')} with counters, but {many(launched, 'launch', 'launches')} of kernels: they "
+        f"{format_counted(ranges, 'kernel')} with counters, but {format_counted(launched, 'launch', 'launches')} of kernels: they "
         "cannot be paired, so the operators of the counters are unknown"
     )
     return QualityCheck(0 if ranges == launched else ranges, ranges, "warning", message, slug="unpaired-counters")
 
 
-def waits_without_record(trace: Trace) -> QualityCheck | None:
+def check_waits_without_record(trace: Trace) -> QualityCheck | None:
     """Waits for an event that do not say which record they await (rule 2)."""
     kind = trace.syncs["kind"]
     awaited = trace.syncs["record_correlation"].filter((kind == _STREAM_WAIT) | (kind == "Event Sync"))
@@ -398,20 +421,20 @@ def waits_without_record(trace: Trace) -> QualityCheck | None:
         return None
     affected = awaited.len() - int((awaited >= 0).sum())
     message = (
-        f"{count(affected)} of {count(awaited.len())} waits for an event do not say which record they await: "
+        f"{format_count(affected)} of {format_count(awaited.len())} waits for an event do not say which record they await: "
         "dependencies between streams are incomplete"
     )
     return QualityCheck(affected, awaited.len(), "info", message, slug="waits-without-record")
 
 
-def syncs_while_running(trace: Trace) -> QualityCheck | None:
+def check_syncs_while_running(trace: Trace) -> QualityCheck | None:
     """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
-    of_stream = trace.syncs["kind"] == "Stream Sync"
-    if not of_stream.any():
+    is_stream_sync = trace.syncs["kind"] == "Stream Sync"
+    if not is_stream_sync.any():
         return None
-    kernels = _work(trace).filter(pl.col("category") == cat.KERNEL)
+    kernels = _select_gpu_work(trace).filter(pl.col("category") == cat.KERNEL)
     syncs = (
-        trace.syncs.filter(of_stream)
+        trace.syncs.filter(is_stream_sync)
         .join(trace.events[["event", "device", "start_ns"]], on="event")
         .select("device", "stream", "start_ns")
         .drop_nulls()
@@ -419,19 +442,19 @@ def syncs_while_running(trace: Trace) -> QualityCheck | None:
     )
     if not syncs.height or not kernels.height:
         return None
-    ends = kernels.select(
+    kernel_ends = kernels.select(
         "device", "stream", pl.col("start_ns") + 1, end_ns=pl.col("start_ns") + pl.col("duration_ns")
     ).sort("start_ns")
-    met = syncs.join_asof(ends, on="start_ns", by=["device", "stream"], check_sortedness=False)
+    met = syncs.join_asof(kernel_ends, on="start_ns", by=["device", "stream"], check_sortedness=False)
     affected = int(met.select((pl.col("end_ns") > pl.col("start_ns")).sum()).item())
     message = (
-        f"{count(affected)} of {count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
+        f"{format_count(affected)} of {format_count(syncs.height)} stream synchronisations are recorded as begun while a kernel of "
         "their stream still ran: their times cannot be trusted"
     )
     return QualityCheck(affected, syncs.height, "info", message, slug="syncs-while-running")
 
 
-def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
+def check_waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
     """Waits whose event record is not in the file, or lies in the future (rule 4)."""
     awaits = (trace.syncs["kind"] == _STREAM_WAIT) & (trace.syncs["record_correlation"] >= 0)
     if not awaits.any():
@@ -450,28 +473,28 @@ def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
     unknown = pl.col("recorded_ns").is_null() | (pl.col("recorded_ns") > pl.col("start_ns"))
     affected = int(met.select(unknown.sum()).item())
     message = (
-        f"{count(affected)} of {count(waits.height)} waits between streams await an event record that is not in the "
+        f"{format_count(affected)} of {format_count(waits.height)} waits between streams await an event record that is not in the "
         "file or comes later: dependencies between streams are incomplete"
     )
     return QualityCheck(affected, waits.height, "info", message, slug="waits-for-unknown-record")
 
 
-@per_trace
-def _work(trace: Trace) -> pl.DataFrame:
+@cache_per_trace
+def _select_gpu_work(trace: Trace) -> pl.DataFrame:
     columns = ["category", "start_ns", "duration_ns", "device", "stream", "correlation", "launch"]
-    return trace.events[columns][gpu_rows(trace)]
+    return trace.events[columns][find_gpu_event_rows(trace)]
 
 
-@of_each
-def _figures(traces: Sequence[Trace]) -> Iterable[_Figures]:
-    work = stacked(map(_work, traces))
-    work = work.hstack([of_events(traces, work, "launch", "start_ns").alias("called_ns")])
+@run_in_batches
+def _compute_figures(traces: Sequence[Trace]) -> Iterable[_WorkFigures]:
+    work = concatenate_by_trace(map(_select_gpu_work, traces))
+    work = work.hstack([gather_event_column(traces, work, "launch", "start_ns").alias("called_ns")])
     start, ns = pl.col("start_ns"), pl.col("duration_ns")
     orphan, early = pl.col("launch").is_null(), pl.col("called_ns") - start
-    reach = pl.when(ns > 0).then(start + ns).cum_max().forward_fill().shift(1).over(TRACE, "device", "stream")
+    reach = pl.when(ns > 0).then(start + ns).cum_max().forward_fill().shift(1).over(TRACE_COLUMN, "device", "stream")
     sums = (
         work.with_columns(((ns > 0) & (start < reach)).alias("overlaps"))
-        .group_by(TRACE)
+        .group_by(TRACE_COLUMN)
         .agg(
             work_count=pl.len(),
             orphan_count=orphan.sum(),
@@ -483,27 +506,27 @@ def _figures(traces: Sequence[Trace]) -> Iterable[_Figures]:
             instant_count=(ns == 0).sum(),
         )
     )
-    of_trace = {row.pop(TRACE): _Figures(**row) for row in sums.to_dicts()}
-    return [of_trace.get(number, _Figures()) for number in range(len(traces))]
+    figures_by_trace = {row.pop(TRACE_COLUMN): _WorkFigures(**row) for row in sums.to_dicts()}
+    return [figures_by_trace.get(number, _WorkFigures()) for number in range(len(traces))]
 
 
-@per_trace
-def _submissions(trace: Trace) -> pl.DataFrame:
-    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
-    rows = np.flatnonzero(is_call & vocabulary(trace).events(_SUBMITS))
+@cache_per_trace
+def _list_submitting_calls(trace: Trace) -> pl.DataFrame:
+    is_call = np.isin(get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    rows = np.flatnonzero(is_call & build_vocabulary(trace).events(_SUBMITTING_CALLS))
     return trace.events[["correlation", "start_ns"]][rows].drop_nulls("correlation")
 
 
 GPU_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
-    orphan_gpu_work,
-    gpu_work_missing,
-    busy_before_window,
-    launches_without_work,
-    work_before_launch,
-    overlapping_work,
-    instant_work,
-    unpaired_counters,
-    waits_without_record,
-    syncs_while_running,
-    waits_for_unknown_record,
+    check_orphan_gpu_work,
+    check_missing_gpu_work,
+    check_busy_before_window,
+    check_launches_without_work,
+    check_work_before_launch,
+    check_overlapping_work,
+    check_instant_work,
+    check_unpaired_counters,
+    check_waits_without_record,
+    check_syncs_while_running,
+    check_waits_for_unknown_record,
 )

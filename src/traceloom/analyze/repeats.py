@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from traceloom.trace.array_types import Bools, Ints
 
-_CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
+_MAX_CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
 
 
 class Repeats(Struct, frozen=True):
@@ -37,7 +37,7 @@ class Repeats(Struct, frozen=True):
         return np.sort(self.order[low : low + int(self.count[repeat])])
 
 
-def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
+def find_maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     """All maximal repeats of a row of numbers with `shortest <= length <= longest`.
 
     Args:
@@ -49,11 +49,11 @@ def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     nothing = np.zeros(0, dtype=np.int64)
     if size < 2:
         return Repeats(np.arange(size), nothing, nothing, nothing)
-    plain = codes.astype(np.int64)
-    border = np.flatnonzero(plain < 0)
-    plain[border] = plain.max(initial=0) + 1 + np.arange(border.size)
+    numbers = codes.astype(np.int64)
+    border = np.flatnonzero(numbers < 0)
+    numbers[border] = numbers.max(initial=0) + 1 + np.arange(border.size)
     # ranks of the stretches of length 1, 2, 4, ... from every position, until all differ
-    levels = [np.unique(plain, return_inverse=True)[1].astype(np.int64)]
+    levels = [np.unique(numbers, return_inverse=True)[1].astype(np.int64)]
     reach = 1
     while reach < size and int(levels[-1].max()) < size - 1:
         rank, following = levels[-1], np.zeros(size, dtype=np.int64)
@@ -64,28 +64,28 @@ def maximal_repeats(codes: Ints, shortest: int, longest: int) -> Repeats:
     # length of the common prefix of each suffix with the one sorted before it; shape (n,), 0 for the first
     suffix, following = order[:-1].copy(), order[1:].copy()
     for level in range(len(levels) - 1, -1, -1):
-        inside = (suffix < size) & (following < size)
+        in_text = (suffix < size) & (following < size)
         same = np.zeros(suffix.size, dtype=np.bool_)
-        same[inside] = levels[level][suffix[inside]] == levels[level][following[inside]]
+        same[in_text] = levels[level][suffix[in_text]] == levels[level][following[in_text]]
         suffix[same] += 1 << level
         following[same] += 1 << level
     common = np.concatenate([[0], suffix - order[:-1]])
-    low, high, length = _intervals(common, shortest, longest)
-    before = np.where(order > 0, plain[order - 1], -1)
+    low, high, length = _find_intervals(common, shortest, longest)
+    before = np.where(order > 0, numbers[order - 1], -1)
     changes = np.concatenate([[0], np.cumsum(before[1:] != before[:-1])])
-    left = changes[high] > changes[low]  # not always the same number before it
-    at_border = (order[low] == 0) | np.isin(before[low], plain[border])
-    keep = left | at_border
-    return Repeats(order, low[keep], (high - low + 1)[keep], length[keep])
+    left_differs = changes[high] > changes[low]  # not always the same number before it
+    at_border = (order[low] == 0) | np.isin(before[low], numbers[border])
+    is_maximal = left_differs | at_border
+    return Repeats(order, low[is_maximal], (high - low + 1)[is_maximal], length[is_maximal])
 
 
-def _intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, Ints]:
+def _find_intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, Ints]:
     """Places in the order that share a prefix which no neighbour shares: first, last, its length."""
-    at = np.flatnonzero((common >= shortest) & (common <= longest))
-    if not at.size:
-        return at, at, at
-    length = common[at]
-    first, last = at.copy(), at.copy()
+    rows = np.flatnonzero((common >= shortest) & (common <= longest))
+    if not rows.size:
+        return rows, rows, rows
+    length = common[rows]
+    first, last = rows.copy(), rows.copy()
     tables = [common]
     while (1 << len(tables)) <= common.size:
         half = 1 << (len(tables) - 1)
@@ -93,28 +93,30 @@ def _intervals(common: Ints, shortest: int, longest: int) -> tuple[Ints, Ints, I
     for level in range(len(tables) - 1, -1, -1):
         width, table = 1 << level, tables[level]
         # as long as a block of this width beside the interval shares the prefix, take it in
-        begin = first - width
-        more = begin >= 1
-        more[more] = table[begin[more]] >= length[more]
-        first[more] -= width
-        begin = last + 1
-        more = begin + width <= common.size
-        more[more] = table[begin[more]] >= length[more]
-        last[more] += width
+        start = first - width
+        can_extend = start >= 1
+        can_extend[can_extend] = table[start[can_extend]] >= length[can_extend]
+        first[can_extend] -= width
+        start = last + 1
+        can_extend = start + width <= common.size
+        can_extend[can_extend] = table[start[can_extend]] >= length[can_extend]
+        last[can_extend] += width
     _, unique = np.unique(first * (common.size + 1) + last, return_index=True)
     return first[unique] - 1, last[unique], length[unique]
 
 
-def apart(start: Ints, length: int) -> Ints:
+def drop_overlapping(start: Ints, length: int) -> Ints:
     """The occurrences that are left when, from the first on, each that overlaps the last kept one is dropped."""
     if start.size < 2 or int((start[1:] - start[:-1]).min()) >= length:
         return start
     jump = np.append(np.searchsorted(start, start + length), start.size)
-    kept = np.zeros(1, dtype=np.int64)
-    while kept[-1] < start.size:  # each round doubles the number of kept ones: those of the rounds before, then theirs
-        kept = np.concatenate([kept, jump[kept]])
+    retained = np.zeros(1, dtype=np.int64)
+    while (
+        retained[-1] < start.size
+    ):  # each round doubles the number of kept ones: those of the rounds before, then theirs
+        retained = np.concatenate([retained, jump[retained]])
         jump = jump[jump]
-    return start[kept[kept < start.size]]
+    return start[retained[retained < start.size]]
 
 
 def is_periodic(codes: Ints) -> bool:
@@ -123,13 +125,13 @@ def is_periodic(codes: Ints) -> bool:
     return any((codes[period:] == codes[: size - period]).all() for period in range(1, size // 2 + 1))
 
 
-def chosen(
-    codes: Ints, repeats: Repeats, weight: Ints, least: int, most: int, *, shortest: int = 2
+def select_repeats(
+    codes: Ints, repeats: Repeats, weight: Ints, min_count: int, limit: int, *, shortest: int = 2
 ) -> list[tuple[Ints, int]]:
     """The repeats that say most, none of which only repeats what others say.
 
     In the order of the weight they cover, less the share of one of each (so that a long sequence comes before a
-    frequent pair in it; of equals the shorter first), they are taken as long as they occur `least` times without
+    frequent pair in it; of equals the shorter first), they are taken as long as they occur `min_count` times without
     overlap, are not periodic, and at least half of what they cover is new. A repeat whose occurrences overlap (the last
     kernels of a layer are the first of the next) is cut to the distance of its occurrences, where it then covers more.
 
@@ -137,8 +139,8 @@ def chosen(
         codes: The row of numbers.
         repeats: Its repeats.
         weight: Weight of each number (time), shape (n,).
-        least: Least number of occurrences that do not overlap.
-        most: How many to take.
+        min_count: Least number of occurrences that do not overlap.
+        limit: How many to take.
         shortest: Least length of one that is cut.
 
     Returns:
@@ -149,35 +151,35 @@ def chosen(
     often = np.minimum(repeats.count, np.maximum(codes.size // np.maximum(repeats.length, 1), 1))
     guess = (sums[first + repeats.length] - sums[first]) * often * (1 - 1 / repeats.length)
     order = np.lexsort((repeats.length, -guess))
-    order = order[repeats.count[order] >= least][:_CANDIDATES]
+    order = order[repeats.count[order] >= min_count][:_MAX_CANDIDATES]
     candidates = []
     for index in order.tolist():
         start, length = repeats.occurrences(index), int(repeats.length[index])
-        kept = apart(start, length)
-        if kept.size < start.size:  # they overlap: of the whole length, or cut to their distance, what covers more
+        starts = drop_overlapping(start, length)
+        if starts.size < start.size:  # they overlap: of the whole length, or cut to their distance, what covers more
             distance = int(np.diff(start).min())
-            short = apart(start, distance)
-            if distance >= shortest and short.size * distance > kept.size * length:
-                kept, length = short, distance
-        candidates.append((kept, length))
+            short = drop_overlapping(start, distance)
+            if distance >= shortest and short.size * distance > starts.size * length:
+                starts, length = short, distance
+        candidates.append((starts, length))
     covers = [int((sums[start + length] - sums[start]).sum()) * (length - 1) / length for start, length in candidates]
-    seen: Bools = np.zeros(codes.size, dtype=np.bool_)
-    taken: list[tuple[Ints, int]] = []
+    used: Bools = np.zeros(codes.size, dtype=np.bool_)
+    selected: list[tuple[Ints, int]] = []
     for index in sorted(range(len(candidates)), key=lambda index: (-covers[index], candidates[index][1])):
         start, length = candidates[index]
-        if start.size < least or is_periodic(codes[start[0] : start[0] + length]):
+        if start.size < min_count or is_periodic(codes[start[0] : start[0] + length]):
             continue
-        inside = (start[:, None] + np.arange(length)).ravel()
-        if 2 * int(seen[inside].sum()) > inside.size:
+        covered = (start[:, None] + np.arange(length)).ravel()
+        if 2 * int(used[covered].sum()) > covered.size:
             continue
-        seen[inside] = True
-        taken.append((start, length))
-        if len(taken) == most:
+        used[covered] = True
+        selected.append((start, length))
+        if len(selected) == limit:
             break
-    return taken
+    return selected
 
 
-_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+_HASH_FACTOR = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
 class StretchNumbers:
@@ -186,8 +188,8 @@ class StretchNumbers:
     def __init__(self, codes: Ints) -> None:
         size = codes.size + 1
         with np.errstate(over="ignore"):  # all is modulo 2^64
-            power, back = np.full((2, size), _FACTOR, dtype=np.uint64)
-            back[:] = np.uint64(pow(_FACTOR, -1, 1 << 64))
+            power, back = np.full((2, size), _HASH_FACTOR, dtype=np.uint64)
+            back[:] = np.uint64(pow(_HASH_FACTOR, -1, 1 << 64))
             power[0] = back[0] = 1
             mixed = (codes.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD6E8FEB86659FD93)
             mixed ^= mixed >> np.uint64(32)
@@ -202,13 +204,13 @@ class StretchNumbers:
         return numbers
 
 
-def places_of(wanted: Ints, codes: Ints) -> Ints:
+def find_occurrences(pattern: Ints, codes: Ints) -> Ints:
     """Where all of one row stands in another, ascending, in linear time."""
-    last = codes.size - wanted.size
-    if not wanted.size or last < 0:
+    last = codes.size - pattern.size
+    if not pattern.size or last < 0:
         return np.zeros(0, dtype=np.int64)
-    number = StretchNumbers(wanted).number(np.zeros(1, dtype=np.int64), wanted.size)
+    number = StretchNumbers(pattern).number(np.zeros(1, dtype=np.int64), pattern.size)
     start = np.arange(last + 1)
-    matches: Ints = start[StretchNumbers(codes).number(start, wanted.size) == number]
-    same = not matches.size or bool((codes[matches[0] : matches[0] + wanted.size] == wanted).all())
+    matches: Ints = start[StretchNumbers(codes).number(start, pattern.size) == number]
+    same = not matches.size or bool((codes[matches[0] : matches[0] + pattern.size] == pattern).all())
     return matches if same else matches[:0]

@@ -8,27 +8,35 @@ from dataclasses import dataclass, fields
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.gpu_work import attribute_to_launches
-from traceloom.analyze.graph_launches import of_rank
-from traceloom.analyze.kernel_rules import stepped_work
-from traceloom.analyze.placed_calls import BoundType, Peak, PlacedCalls, peak_of, place_on_roofline
-from traceloom.analyze.utilisation import utilisation
-from traceloom.trace.batch import TRACE, divide_by_part, made_from, of_each, of_events, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.analyze.graph_launches import select_rank_trace
+from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
+from traceloom.analyze.placed_calls import BoundType, Peak, PlacedCalls, parse_peak, place_on_roofline
+from traceloom.analyze.utilisation import compute_utilisation
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_last_result,
+    concatenate_by_trace,
+    divide_by_trace_total,
+    gather_event_column,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
-Given = Peak | str | Mapping[str, float] | None
-MODELLED = schema("event op flops bytes roofline_ns bound", {"op": pl.UInt32, "bound": BoundType})
-OPERATORS = schema(
+PeakSpec = Peak | str | Mapping[str, float] | None
+MODELLED = build_schema("event op flops bytes roofline_ns bound", {"op": pl.UInt32, "bound": BoundType})
+OPERATORS = build_schema(
     "name shapes types count total_ns fraction flops bytes intensity flop_rate byte_rate",
     "arithmetic evidence matrix peak_flop_rate peak_byte_rate roofline_ns roofline_fraction bound",
     {"bound": BoundType},
 )
-UNMODELLED = schema("name reason count gpu_ns")
-DEVICES = schema("device name peak reason")
-SPREAD = schema("quantity mean min max step_count")
+UNMODELLED = build_schema("name reason count gpu_ns")
+DEVICES = build_schema("device name peak reason")
+SPREAD = build_schema("quantity mean min max step_count")
 QUANTITIES = ("duration_ns", "flops", "bytes", "model_flops", "modelled_fraction", "roofline_fraction", "mfu", "hfu")
 """What `spread` tells: per step, over the whole steps."""
 
@@ -73,7 +81,7 @@ class Roofline(Result):
         return int(self.whole["flops"].sum())
 
 
-def roofline(run: Trace | Session, peak: Given = None, capture: Session | Trace | None = None) -> Roofline:
+def roofline(run: Trace | Session, peak: PeakSpec = None, capture: Session | Trace | None = None) -> Roofline:
     """Compare the modelled work of a trace, or of all ranks of a session, with the peaks of its devices.
 
     Args:
@@ -86,55 +94,59 @@ def roofline(run: Trace | Session, peak: Given = None, capture: Session | Trace 
     Raises:
         UsageError: slugs `no-such-device`, `bad-peak`.
     """
-    user_peak = None if peak is None else peak_of(peak)
+    user_peak = None if peak is None else parse_peak(peak)
     traces = run.traces if isinstance(run, Session) else (run,)
-    return joined([_roofline(trace, user_peak, of_rank(capture, trace)) for trace in traces])
+    return merge_ranks([_compute_roofline(trace, user_peak, select_rank_trace(capture, trace)) for trace in traces])
 
 
-def joined(parts: Sequence[Roofline]) -> Roofline:
+def merge_ranks(parts: Sequence[Roofline]) -> Roofline:
     """The results of several ranks as one, rank after rank."""
     frames = {
         field.name: pl.concat([getattr(part, field.name) for part in parts])
         for field in fields(Roofline)
         if field.name != "timed_on"
     }
-    timed = {part.timed_on for part in parts}
-    return Roofline(**frames, timed_on=next(source for source in ("gpu", "host", "nothing") if source in timed))
+    sources = {part.timed_on for part in parts}
+    return Roofline(**frames, timed_on=next(source for source in ("gpu", "host", "nothing") if source in sources))
 
 
-@of_each
-def _roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None) -> list[Roofline]:
+@run_in_batches
+def _compute_roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None) -> list[Roofline]:
     placements = [place_on_roofline(trace, peak, capture) for trace in traces]
-    utilised = utilisation(traces, placements)
+    utilised = compute_utilisation(traces, placements)
     # over the whole steps in which the quantity is known; no row where none is
-    of_steps = stacked(steps for steps, _ in utilised).filter("complete")
-    quantities = unstacked(of_steps.select(TRACE, pl.col(QUANTITIES).cast(pl.Float64)), traces)
+    step_rows = concatenate_by_trace(steps for steps, _ in utilised).filter("complete")
+    quantities = split_by_trace(step_rows.select(TRACE_COLUMN, pl.col(QUANTITIES).cast(pl.Float64)), traces)
     # GPU work that no modelled call owns, with the first reason that holds
-    every = stepped_work(traces).with_columns(
-        link=pl.Series(np.concatenate([each.modelled.link for each in placements])),
-        owner=pl.Series(np.concatenate([each.modelled.work_owner for each in placements])),
+    all_work = select_gpu_work_with_steps(traces).with_columns(
+        link=pl.Series(np.concatenate([placed.modelled.link for placed in placements])),
+        owner=pl.Series(np.concatenate([placed.modelled.work_owner for placed in placements])),
     )
-    rest = every.filter(pl.col("owner") < 0)
-    about = []
-    for trace, placement, own in zip(traces, placements, unstacked(rest, traces), strict=True):
-        ops = own["op"].drop_nulls().unique()
-        group = placement.modelled.group[forest(trace).position[ops.to_numpy()]]
+    unowned = all_work.filter(pl.col("owner") < 0)
+    op_reasons = []
+    for trace, placement, trace_rows in zip(traces, placements, split_by_trace(unowned, traces), strict=True):
+        ops = trace_rows["op"].drop_nulls().unique()
+        group = placement.modelled.group[build_forest(trace).position[ops.to_numpy()]]
         reasons = placement.modelled.groups["reason"].to_list()
-        about.append(
+        op_reasons.append(
             pl.DataFrame(
                 {
                     "op": ops,
                     "op_name": trace.events["name"][ops],
-                    "failed": pl.Series([reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
+                    "failed": pl.Series(
+                        [reasons[row] if row >= 0 else None for row in group.tolist()], dtype=pl.String
+                    ),
                     "recorded": np.isin(ops.to_numpy(), trace.tensors["event"].to_numpy()),
                 }
             )
         )
-    replays = stacked(each.modelled.unmapped for each in placements).select(TRACE, "event", replay="reason")
+    replays = concatenate_by_trace(placed.modelled.unmapped for placed in placements).select(
+        TRACE_COLUMN, "event", replay="reason"
+    )
     work = (
-        rest.with_columns(of_events(traces, rest, "launch", "name").alias("call"))
-        .join(stacked(about), on=[TRACE, "op"], how="left", maintain_order="left")
-        .join(replays, on=[TRACE, "event"], how="left")
+        unowned.with_columns(gather_event_column(traces, unowned, "launch", "name").alias("call"))
+        .join(concatenate_by_trace(op_reasons), on=[TRACE_COLUMN, "op"], how="left", maintain_order="left")
+        .join(replays, on=[TRACE_COLUMN, "event"], how="left")
     )
     in_graph = pl.col("op").is_null() & pl.col("call").str.contains("GraphLaunch", literal=True)
     whys = (
@@ -147,23 +159,23 @@ def _roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None)
     )
     reason = pl.coalesce(
         pl.when(in_graph).then("replay"),
-        *(pl.when(holds).then(pl.lit(why)) for holds, why in whys),
+        *(pl.when(condition).then(pl.lit(gap_reason)) for condition, gap_reason in whys),
         "failed",
         pl.lit("no model for this operator"),
     )
     unmodelled = (
-        work.group_by(TRACE, pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
+        work.group_by(TRACE_COLUMN, pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("gpu_ns"))
-        .sort(TRACE, "gpu_ns", "name", "reason", descending=[False, True, False, False])
+        .sort(TRACE_COLUMN, "gpu_ns", "name", "reason", descending=[False, True, False, False])
     )
     out = []
-    for trace, placement, (steps, whole), values, operators, others in zip(
+    for trace, placement, (steps, trace_share), values, operators, unmodelled_work in zip(
         traces,
         placements,
         utilised,
         quantities,
-        unstacked(_operators(traces, placements), traces, OPERATORS),
-        unstacked(unmodelled, traces, UNMODELLED),
+        split_by_trace(_summarize_operators(traces, placements), traces, OPERATORS),
+        split_by_trace(unmodelled, traces, UNMODELLED),
         strict=True,
     ):
         spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in values if v.count()]
@@ -175,24 +187,28 @@ def _roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None)
         tables = {
             "operators": operators,
             "steps": steps,
-            "whole": whole,
+            "whole": trace_share,
             "spread": pl.DataFrame(spread, schema=SPREAD, orient="row"),
-            "unmodelled": others,
+            "unmodelled": unmodelled_work,
             "devices": pl.DataFrame(devices, schema=DEVICES, orient="row"),
         }
         rank = pl.Series("rank", [trace.rank], dtype=pl.Int32)
         for frame in tables.values():
             frame.insert_column(0, rank.new_from_index(0, frame.height))
-        timed = "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
-        out.append(Roofline(**tables, timed_on=timed))
+        timed_on = (
+            "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
+        )
+        out.append(Roofline(**tables, timed_on=timed_on))
     return out
 
 
-def _operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl.DataFrame:
-    keys = [TRACE, "name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
-    groups = stacked(each.modelled.groups[["group", "name", "shapes", "types"]] for each in placements)
-    named = stacked(each.calls for each in placements).join(groups, on=[TRACE, "group"], how="left")
-    sums = named.group_by(keys, maintain_order=True).agg(
+def _summarize_operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl.DataFrame:
+    keys = [TRACE_COLUMN, "name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
+    groups = concatenate_by_trace(placed.modelled.groups[["group", "name", "shapes", "types"]] for placed in placements)
+    named_calls = concatenate_by_trace(placed.calls for placed in placements).join(
+        groups, on=[TRACE_COLUMN, "group"], how="left"
+    )
+    sums = named_calls.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
         pl.when(pl.col("time_ns").is_not_null().any()).then(pl.col("time_ns").sum()).alias("total_ns"),
         pl.col("flops", "bytes").sum(),
@@ -203,30 +219,36 @@ def _operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl
     on_gpu = pl.Series(
         "gpu_ns", [int(attribute_to_launches(trace).duration_ns.sum()) for trace in traces], dtype=pl.Int64
     )
-    in_calls = pl.col("total_ns").sum().over(TRACE)
-    whole = pl.when(pl.col("gpu_ns") > 0).then("gpu_ns").otherwise(in_calls).clip(lower_bound=1)
-    time, timed = pl.col("total_ns"), pl.col("total_ns") > 0
-    over = pl.col("compute_ns") > pl.col("memory_ns")
+    in_calls = pl.col("total_ns").sum().over(TRACE_COLUMN)
+    base_ns = pl.when(pl.col("gpu_ns") > 0).then("gpu_ns").otherwise(in_calls).clip(lower_bound=1)
+    time, has_time = pl.col("total_ns"), pl.col("total_ns") > 0
+    compute_bound = pl.col("compute_ns") > pl.col("memory_ns")
     return (
-        sums.hstack([on_gpu[sums[TRACE]]])
+        sums.hstack([on_gpu[sums[TRACE_COLUMN]]])
         .with_columns(
-            fraction=divide_by_part(time, whole),
+            fraction=divide_by_trace_total(time, base_ns),
             intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
-            flop_rate=pl.when(timed).then(pl.col("flops") / time * 1e9),
-            byte_rate=pl.when(timed).then(pl.col("bytes") / time * 1e9),
+            flop_rate=pl.when(has_time).then(pl.col("flops") / time * 1e9),
+            byte_rate=pl.when(has_time).then(pl.col("bytes") / time * 1e9),
             peak_flop_rate="rate",
             peak_byte_rate="memory_rate",
             roofline_ns=pl.when("known").then(pl.col("roofline").round().cast(pl.Int64)),
-            roofline_fraction=pl.when(pl.col("known") & timed).then(pl.col("roofline") / time),
-            bound=pl.when("known").then(pl.when(over).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
+            roofline_fraction=pl.when(pl.col("known") & has_time).then(pl.col("roofline") / time),
+            bound=pl.when("known").then(pl.when(compute_bound).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
         )
         .sort(
-            TRACE, "total_ns", "flops", "name", "shapes", descending=[False, True, True, False, False], nulls_last=True
+            TRACE_COLUMN,
+            "total_ns",
+            "flops",
+            "name",
+            "shapes",
+            descending=[False, True, True, False, False],
+            nulls_last=True,
         )
     )
 
 
-def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:
+def select_modelled_work(trace: Trace, peak: PeakSpec = None, capture: Trace | None = None) -> pl.DataFrame:
     """The GPU work that a model of its operator covers, with its share of the operator's FLOPs and bytes.
 
     An operator that launches several kernels shares its FLOPs, bytes and roofline time over them by their durations;
@@ -244,27 +266,27 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         roofline_ns (null where the peaks are unknown), bound (compute or memory; null likewise). No row for work
         without a model, nor for copies between host and device, which the link bounds.
     """
-    return _shared(trace, place_on_roofline(trace, None if peak is None else peak_of(peak), capture))
+    return _split_over_kernels(trace, place_on_roofline(trace, None if peak is None else parse_peak(peak), capture))
 
 
-@made_from
-def _shared(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
+@cache_last_result
+def _split_over_kernels(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     """The shares of the work of each call; another peak, capture or model places the calls anew."""
     work = placement.work
     position = work["position"].to_numpy()
-    turn = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
-    position, ns = position[turn], work["ns"].to_numpy()[turn]
+    order = np.argsort(position, kind="stable")  # the work of a call together, each call's in order
+    position, ns = position[order], work["ns"].to_numpy()[order]
     opens = np.flatnonzero(np.append(True, position[1:] != position[:-1])[: position.size])
-    of = np.repeat(opens, np.diff(np.append(opens, position.size)))  # first work of its call
+    call_start = np.repeat(opens, np.diff(np.append(opens, position.size)))  # first work of its call
     sums = np.cumsum(ns) - ns
     rows = pl.DataFrame(
         {
-            "event": work["event"][turn],
-            "op": forest(trace).row[placement.modelled.above[position]],
+            "event": work["event"][order],
+            "op": build_forest(trace).row[placement.modelled.above[position]],
             "position": position,
-            "until_ns": sums + ns - sums[of],
-            "nth": np.arange(1, position.size + 1) - of,
-            "opens": of == np.arange(of.size),
+            "until_ns": sums + ns - sums[call_start],
+            "nth": np.arange(1, position.size + 1) - call_start,
+            "opens": call_start == np.arange(call_start.size),
         }
     ).join(
         placement.calls[["position", "flops", "bytes", "roofline_ns", "bound", "gpu_ns", "kernels"]],
@@ -273,14 +295,14 @@ def _shared(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
         maintain_order="left",
     )
     # Which part of its call is done after each piece of work: by time, by count where no time is recorded.
-    timed = pl.col("gpu_ns") > 0
-    part = pl.when(timed).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(pl.col("nth") / pl.col("kernels"))
+    has_time = pl.col("gpu_ns") > 0
+    part = pl.when(has_time).then(pl.col("until_ns") / pl.col("gpu_ns")).otherwise(pl.col("nth") / pl.col("kernels"))
     shares = pl.col("flops", "bytes", "roofline_ns")
-    whole, running = shares.round(0).cast(pl.Int64), (shares * pl.col("done")).round(0).cast(pl.Int64)
-    until = pl.when(pl.col("done") >= 1.0).then(whole).otherwise(running)
+    total, running = shares.round(0).cast(pl.Int64), (shares * pl.col("done")).round(0).cast(pl.Int64)
+    until = pl.when(pl.col("done") >= 1.0).then(total).otherwise(running)
     # differences of the rounded running share, so that the sum is exact
     rows = rows.with_columns(done=part).with_columns(until - pl.when("opens").then(0).otherwise(until.shift(1)))
     shared = rows.pipe(cast_to_schema, MODELLED)
-    back = np.empty_like(turn)
-    back[turn] = np.arange(turn.size)
+    back = np.empty_like(order)
+    back[order] = np.arange(order.size)
     return shared[back]

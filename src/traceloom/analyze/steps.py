@@ -9,15 +9,22 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.intervals import Spans, overlaps
-from traceloom.analyze.kernel_rules import stepped_work
+from traceloom.analyze.intervals import Spans, find_overlaps
+from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows
-from traceloom.trace.batch import TRACE, divide_by_part, of_each, per_trace, stacked, unstacked
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.batch import (
+    TRACE_COLUMN,
+    cache_per_trace,
+    concatenate_by_trace,
+    divide_by_trace_total,
+    run_in_batches,
+    split_by_trace,
+)
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import REQUEST, Trace
 
-SCHEMA = schema("step name start_ns duration_ns complete lag_ns launch_count")
+SCHEMA = build_schema("step name start_ns duration_ns complete lag_ns launch_count")
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class StepTimes(Result):
     evidence: str
 
 
-def of_requests(trace: Trace) -> bool:
+def has_request_steps(trace: Trace) -> bool:
     """Whether the steps are requests, with waits between them."""
     return bool(trace.steps.height) and str(trace.steps["evidence"][0]) == REQUEST
 
@@ -63,7 +70,7 @@ class Tiles:
     spans: Spans
 
 
-def tiles(trace: Trace) -> Tiles:
+def build_tiles(trace: Trace) -> Tiles:
     """Cut the time of the trace, first start to last end, at its steps.
 
     Steps that overlap are cut at the next start.
@@ -78,40 +85,44 @@ def tiles(trace: Trace) -> Tiles:
     row = np.concatenate((order, np.full(outside_start.size, -1)))
     tile_start = np.concatenate((start, outside_start)).astype(np.int64)
     tile_end = np.concatenate((end, outside_end)).astype(np.int64)
-    keep = np.flatnonzero(tile_end > tile_start)
-    if not keep.size:  # a trace without any length is one moment, outside all steps
-        keep = np.array([row.size - 1])
-    keep = keep[np.argsort(tile_start[keep], kind="stable")]
-    return Tiles(row[keep], Spans(tile_start[keep], tile_end[keep]))
+    nonempty = np.flatnonzero(tile_end > tile_start)
+    if not nonempty.size:  # a trace without any length is one moment, outside all steps
+        nonempty = np.array([row.size - 1])
+    nonempty = nonempty[np.argsort(tile_start[nonempty], kind="stable")]
+    return Tiles(row[nonempty], Spans(tile_start[nonempty], tile_end[nonempty]))
 
 
-@per_trace
+@cache_per_trace
 def step_times(trace: Trace) -> StepTimes:
     """Durations of the steps, their spread, and the lag of the GPU behind each."""
-    return _of_each(trace)
+    return _compute_step_times(trace)
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[StepTimes]:
+@run_in_batches
+def _compute_step_times(traces: Sequence[Trace]) -> Iterable[StepTimes]:
     launched = (  # in each step, whenever it ran
-        stepped_work(traces)[[TRACE, "launch", "end_ns", "step"]]
+        select_gpu_work_with_steps(traces)[[TRACE_COLUMN, "launch", "end_ns", "step"]]
         .drop_nulls(["launch", "step"])
-        .group_by(TRACE, "step")
+        .group_by(TRACE_COLUMN, "step")
         .agg(last_end_ns=pl.col("end_ns").max(), launch_count=pl.col("launch").n_unique().cast(pl.Int64))
     )
     steps = (
-        stacked(trace.steps for trace in traces)
-        .join(launched, on=[TRACE, "step"], how="left", maintain_order="left")
+        concatenate_by_trace(trace.steps for trace in traces)
+        .join(launched, on=[TRACE_COLUMN, "step"], how="left", maintain_order="left")
         .with_columns(
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
             (pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0).alias("lag_ns"),
             pl.col("launch_count").fill_null(0),
         )
     )
-    return map(_spread, traces, (own.pipe(cast_to_schema, SCHEMA) for own in unstacked(steps, traces)))
+    return map(
+        _compute_spread,
+        traces,
+        (trace_steps.pipe(cast_to_schema, SCHEMA) for trace_steps in split_by_trace(steps, traces)),
+    )
 
 
-def _spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
+def _compute_spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
     durations = steps["duration_ns"].to_numpy()[steps["complete"].to_numpy()]
     evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
     if not durations.size:
@@ -143,17 +154,17 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
     """Cut every stretch [start, end) at the sorted instants `at_ns` that lie strictly inside it."""
     first = np.searchsorted(at_ns, start_ns, side="right")
     last = np.searchsorted(at_ns, end_ns, side="left")
-    inside = np.maximum(last - first, 0)
-    if not inside.any():
+    cut_count = np.maximum(last - first, 0)
+    if not cut_count.any():
         return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns)
-    count = inside + 1
+    count = cut_count + 1
     source = np.repeat(np.arange(start_ns.size, like=start_ns), count)
-    begin = np.cumsum(count) - count
-    turn = np.arange(source.size, like=source) - begin[source]
-    cuts = first[source] + turn
+    first_piece = np.cumsum(count) - count
+    piece_number = np.arange(source.size, like=source) - first_piece[source]
+    cuts = first[source] + piece_number
     low, high = start_ns[source], end_ns[source]
-    low = np.where(turn > 0, gather_rows(at_ns, np.clip(cuts - 1, 0, at_ns.size - 1)), low)
-    high = np.where(turn < inside[source], gather_rows(at_ns, np.clip(cuts, 0, at_ns.size - 1)), high)
+    low = np.where(piece_number > 0, gather_rows(at_ns, np.clip(cuts - 1, 0, at_ns.size - 1)), low)
+    high = np.where(piece_number < cut_count[source], gather_rows(at_ns, np.clip(cuts, 0, at_ns.size - 1)), high)
     return CutStretches(source, low, high)
 
 
@@ -162,7 +173,7 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStret
 
     The stretches lie in the trace's window and are not empty; whole ones come first, in their order.
     """
-    plan = tiles(trace)
+    plan = build_tiles(trace)
     steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)[plan.row]
     if not steps.size:
         return CutStretches(np.zeros(0, dtype=np.int64), start_ns[:0], end_ns[:0]), steps
@@ -171,42 +182,46 @@ def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStret
     rows = np.flatnonzero(crossing)
     if not rows.size:
         return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns), gather_rows(steps, first)
-    whole = np.flatnonzero(~crossing)
-    shared = overlaps(start_ns[rows], end_ns[rows], plan.spans)
-    pieces = CutStretches(
-        np.concatenate([whole, rows[shared.left]]),
-        np.concatenate([start_ns[whole], shared.start]),
-        np.concatenate([end_ns[whole], shared.end]),
+    uncut = np.flatnonzero(~crossing)
+    shared = find_overlaps(start_ns[rows], end_ns[rows], plan.spans)
+    stretches = CutStretches(
+        np.concatenate([uncut, rows[shared.left]]),
+        np.concatenate([start_ns[uncut], shared.start]),
+        np.concatenate([end_ns[uncut], shared.end]),
     )
-    return pieces, np.concatenate([gather_rows(steps, first[whole]), gather_rows(steps, shared.right)])
+    return stretches, np.concatenate([gather_rows(steps, first[uncut]), gather_rows(steps, shared.right)])
 
 
 def contains(spans: Spans, time_ns: Ints) -> Bools:
     """Which instants lie in a set of time."""
     if not spans.start.size:
         return np.zeros(time_ns.size, dtype=np.bool_)
-    at = np.searchsorted(spans.start, time_ns, side="right") - 1
-    return (at >= 0) & (time_ns < gather_rows(spans.end, np.maximum(at, 0)))
+    index = np.searchsorted(spans.start, time_ns, side="right") - 1
+    return (index >= 0) & (time_ns < gather_rows(spans.end, np.maximum(index, 0)))
 
 
-@per_trace
-def whole_steps(trace: Trace) -> pl.DataFrame:
+@cache_per_trace
+def select_whole_steps(trace: Trace) -> pl.DataFrame:
     """The steps that a spread is taken over: step (Int32), how `many` there are; all that are recorded completely."""
     return trace.steps.filter("complete").select("step", many=pl.len())
 
 
-def durations(ns: pl.Expr) -> list[pl.Expr]:
+def summarize_durations(ns: pl.Expr) -> list[pl.Expr]:
     """Number, sum, mean (rounded down), least and most of the durations in a group."""
     values = {"total": ns.sum(), "mean": ns.sum() // pl.len(), "min": ns.min(), "max": ns.max()}
     return [pl.len().alias("count"), *(value.alias(f"{name}_ns") for name, value in values.items())]
 
 
-def spread_schema(*values: str) -> pl.Schema:
+def build_spread_schema(*values: str) -> pl.Schema:
     """The columns that `per_step` gives for these values, without the keys."""
-    return schema(*(f"{how}_{value}" for value in values for how in ("mean", "min", "max")), "step_count")
+    return build_schema(
+        *(f"{statistic}_{value}" for value in values for statistic in ("mean", "min", "max")), "step_count"
+    )
 
 
-def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame) -> pl.DataFrame:
+def summarize_per_step(
+    frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame
+) -> pl.DataFrame:
     """Sums per key and step, told as mean, least and most over the steps.
 
     Args:
@@ -221,11 +236,11 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
         `step_count` (steps in which the key occurs). Without whole steps: no rows.
     """
     if not steps.height:
-        return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **spread_schema(*values)})
-    inside = frame.join(steps, on=steps.columns[:-1], how="inner", maintain_order="left")
-    many = pl.col("many").first()
-    sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64), many)
-    everywhere = pl.len() == many
+        return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **build_spread_schema(*values)})
+    in_steps = frame.join(steps, on=steps.columns[:-1], how="inner", maintain_order="left")
+    count_column = pl.col("many").first()
+    sums = in_steps.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64), count_column)
+    everywhere = pl.len() == count_column
     spread = sums.group_by(*keys, maintain_order=True).agg(
         *(
             statistic
@@ -236,12 +251,14 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
                 pl.col(v).max().alias(f"max_{v}"),
             )
         ),
-        many,
+        count_column,
         step_count=pl.len().cast(pl.Int64),
     )
-    by: int = steps["many"][0]
+    step_count: int = steps["many"][0]
     totals = [pl.col(f"mean_{v}") for v in values]
-    means = [divide_by_part(total, pl.col("many")) if TRACE in keys else total / by for total in totals]
+    means = [
+        divide_by_trace_total(total, pl.col("many")) if TRACE_COLUMN in keys else total / step_count for total in totals
+    ]
     spread = spread.with_columns(means)
     spread.drop_in_place("many")
     return spread

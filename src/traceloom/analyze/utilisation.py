@@ -7,111 +7,121 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.autograd import ENGINE, recomputed
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kernel_rules import stepped_work
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.autograd import ENGINE_NODE_PATTERN, find_recomputed_work
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
+from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.placed_calls import PlacedCalls
 from traceloom.analyze.steps import NO_STEP, split_at_steps
 from traceloom.trace.array_types import Bools
 from traceloom.trace.arrays import gather_rows, to_nullable_series
-from traceloom.trace.batch import TRACE, stacked, unstacked
-from traceloom.trace.frames import schema
+from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, split_by_trace
+from traceloom.trace.frames import build_schema
 from traceloom.trace.trace import Trace
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
-MOST_UNMODELLED = 0.05
+MAX_UNMODELLED_SHARE = 0.05
 """Share of the GPU work launched in a step that unmodelled matrix work may take before MFU and HFU are not told."""
 
-_HIDDEN = f"more than {MOST_UNMODELLED:.0%} of the GPU work is matrix work without a model".replace("%", " %")
+_HIDDEN_REASON = f"more than {MAX_UNMODELLED_SHARE:.0%} of the GPU work is matrix work without a model".replace(
+    "%", " %"
+)
 
-STEPS = schema(
+STEPS = build_schema(
     "step duration_ns complete gpu_ns modelled_ns modelled_fraction flops bytes hardware_flops",
     "model_flops roofline_ns rest_ns roofline_fraction placed_fraction mfu hfu reason",
 )
 
 
-def utilisation(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> list[tuple[pl.DataFrame, pl.DataFrame]]:
+def compute_utilisation(
+    traces: Sequence[Trace], placed: Sequence[PlacedCalls]
+) -> list[tuple[pl.DataFrame, pl.DataFrame]]:
     """Of each trace (steps, whole): one row per step, and one row for the whole trace, from its first to its last GPU
     work.
 
     FLOPs belong to the step that launched them; times are those of the GPU work that runs in the step. Columns as
     `STEPS`; see `Roofline` for what they mean.
     """
-    work = _all_work(traces, placed)
-    again, in_steps = [], []
+    work = _collect_work(traces, placed)
+    repeated, in_steps = [], []
     bounds, facts = [], []
-    for trace, of_trace, own in zip(traces, placed, unstacked(work, traces), strict=True):
-        repeats, why = _repeated(trace, of_trace)
-        again.append(repeats)
-        facts.append((of_trace.known, len(of_trace.devices), why))
+    for trace, trace_calls, trace_work in zip(traces, placed, split_by_trace(work, traces), strict=True):
+        repeats, reason = _find_repeated_calls(trace, trace_calls)
+        repeated.append(repeats)
+        facts.append((trace_calls.known, len(trace_calls.devices), reason))
         # the work cut at the bounds of steps, with the step in which each piece runs; null outside all steps
-        long = own.filter(pl.col("ns") > 0)
-        pieces, step = split_at_steps(trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy())
+        long = trace_work.filter(pl.col("ns") > 0)
+        step_spans, step = split_at_steps(trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy())
         in_steps.append(
-            long[pieces.source].with_columns(
-                pl.Series("start_ns", pieces.start_ns),
-                pl.Series("end_ns", pieces.end_ns),
+            long[step_spans.source].with_columns(
+                pl.Series("start_ns", step_spans.start_ns),
+                pl.Series("end_ns", step_spans.end_ns),
                 to_nullable_series(step, pl.Int32, int(NO_STEP)).alias("step"),
-                pl.Series("ns", pieces.end_ns - pieces.start_ns),
+                pl.Series("ns", step_spans.end_ns - step_spans.start_ns),
             )
         )
         window_ns = trace.end_ns - trace.start_ns
-        if own.height:
-            window_ns = int(own["end_ns"].max()) - int(own["start_ns"].min())  # type: ignore[arg-type]
+        if trace_work.height:
+            window_ns = int(trace_work["end_ns"].max()) - int(trace_work["start_ns"].min())  # type: ignore[arg-type]
         steps = trace.steps.select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete")
         window = pl.DataFrame({"step": [None], "duration_ns": [window_ns], "complete": [True]}, schema=steps.schema)
         bounds.append(pl.concat([steps, window]))
-    calls = stacked(each.calls for each in placed).with_columns(again=pl.Series(np.concatenate(again)))
+    calls = concatenate_by_trace(placed_calls.calls for placed_calls in placed).with_columns(
+        again=pl.Series(np.concatenate(repeated))
+    )
     # the whole trace is the row without a step: all rows count in it, not those outside all steps alone
     everywhere = pl.lit(None, pl.Int32).alias("step")
-    whole_work = work.with_columns(everywhere)
+    run_work = work.with_columns(everywhere)
     calls, launched, running = (
-        pl.concat([by_step.drop_nulls("step"), whole])
-        for by_step, whole in (
+        pl.concat([step_frame.drop_nulls("step"), whole_frame])
+        for step_frame, whole_frame in (
             (calls, calls.with_columns(everywhere)),
-            (work, whole_work),
-            (stacked(in_steps), whole_work),
+            (work, run_work),
+            (concatenate_by_trace(in_steps), run_work),
         )
     )
     columns = {"known": pl.Boolean(), "device_count": pl.Int64(), "why": pl.String()}
-    of_traces = pl.DataFrame(facts, schema=columns, orient="row")
-    fractions = _fractions(stacked(bounds), _sums(calls, launched, running), of_traces)
-    return [(rows[:-1], rows[-1:]) for rows in unstacked(fractions, traces, STEPS)]
+    trace_facts = pl.DataFrame(facts, schema=columns, orient="row")
+    fractions = _compute_fractions(concatenate_by_trace(bounds), _compute_sums(calls, launched, running), trace_facts)
+    return [(rows[:-1], rows[-1:]) for rows in split_by_trace(fractions, traces, STEPS)]
 
 
-def _repeated(trace: Trace, placed: PlacedCalls) -> tuple[Bools, str | None]:
+def _find_repeated_calls(trace: Trace, placed: PlacedCalls) -> tuple[Bools, str | None]:
     """Which modelled calls repeat forward work inside the backward pass (activation checkpointing); shape (calls,). And
     why nobody can tell which FLOPs repeat the forward pass, where that is so.
     """
-    words, again = vocabulary(trace), recomputed(trace)
+    vocabulary, recomputed = build_vocabulary(trace), find_recomputed_work(trace)
     repeated = np.zeros(placed.calls.height, dtype=np.bool_)
-    if again.evidence != "none":
-        tree, position = forest(trace), placed.modelled.above[placed.calls["position"].to_numpy()]
-        near = tree.nearest_or_self(again.root | gather_rows(words.matching(ENGINE), words.code[tree.row]))
-        repeated = np.append(again.root, np.False_)[near[position]]
+    if recomputed.evidence != "none":
+        tree, position = build_forest(trace), placed.modelled.above[placed.calls["position"].to_numpy()]
+        nearest = tree.nearest_or_self(
+            recomputed.root | gather_rows(vocabulary.matching(ENGINE_NODE_PATTERN), vocabulary.code[tree.row])
+        )
+        repeated = np.append(recomputed.root, np.False_)[nearest[position]]
     unnumbered = trace.events["sequence"].null_count() == trace.events.height
-    if words.matching(r"^CompiledFunctionBackward$").any():
+    if vocabulary.matching(r"^CompiledFunctionBackward$").any():
         return repeated, "the backward pass is compiled, which may repeat forward work without a trace"
-    if words.matching(ENGINE).any() and unnumbered and again.evidence == "none":
+    if vocabulary.matching(ENGINE_NODE_PATTERN).any() and unnumbered and recomputed.evidence == "none":
         return repeated, "sequence numbers are not recorded, so repeated forward work cannot be determined"
     return repeated, None
 
 
-def _all_work(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> pl.DataFrame:
+def _collect_work(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> pl.DataFrame:
     """All GPU work: trace, device, step of its launch, start_ns, end_ns, ns, modelled, placed, roofline density,
     matrix.
     """
-    owner = np.concatenate([each.modelled.work_owner for each in placed])
+    owner = np.concatenate([placed_calls.modelled.work_owner for placed_calls in placed])
     density = pl.when(pl.col("gpu_ns") > 0).then(pl.col("roofline_ns") / pl.col("gpu_ns"))
-    kind = stacked(map(kinds, traces))["kind"]
+    kind = concatenate_by_trace(map(classify_kinds, traces))["kind"]
     return (
-        stepped_work(traces)[[TRACE, "device", "start_ns", "end_ns", "step", "ns"]]
+        select_gpu_work_with_steps(traces)[[TRACE_COLUMN, "device", "start_ns", "end_ns", "step", "ns"]]
         .with_columns(position=pl.Series(owner), modelled=pl.Series(owner >= 0), matrix=kind.is_in(MATRIX_KINDS))
         .join(
-            stacked(each.calls for each in placed).select(TRACE, "position", density=density),
-            on=[TRACE, "position"],
+            concatenate_by_trace(placed_calls.calls for placed_calls in placed).select(
+                TRACE_COLUMN, "position", density=density
+            ),
+            on=[TRACE_COLUMN, "position"],
             how="left",
             maintain_order="left",
         )
@@ -119,9 +129,9 @@ def _all_work(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> pl.Data
     )
 
 
-def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
+def _compute_sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
     """Per trace and step the FLOPs of the calls that it launched, and the times of the `work` that runs in it."""
-    keys = [TRACE, "step"]
+    keys = [TRACE_COLUMN, "step"]
     ideal = pl.col("compute_ns")
     done = calls.group_by(keys).agg(
         pl.col("flops", "bytes").sum(),
@@ -134,7 +144,7 @@ def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl
         .sum(),
         matrix_unknown=(pl.col("compute_ns").is_null() & pl.col("matrix")).any(),
     )
-    timed = work.group_by(keys).agg(
+    time_sums = work.group_by(keys).agg(
         gpu_ns=pl.col("ns").sum(),
         modelled_ns=pl.col("ns").filter("modelled").sum(),
         placed_ns=pl.col("ns").filter("placed").sum(),
@@ -154,34 +164,34 @@ def _sums(calls: pl.DataFrame, launched: pl.DataFrame, work: pl.DataFrame) -> pl
     }
     busy = work.sort("start_ns").group_by(*keys, "device").agg(**new).group_by(keys).agg(pl.col(list(new)).sum())
     for sums in (launched_sums, busy, done):
-        timed = timed.join(sums, on=keys, how="full", coalesce=True, nulls_equal=True)
-    return timed
+        time_sums = time_sums.join(sums, on=keys, how="full", coalesce=True, nulls_equal=True)
+    return time_sums
 
 
-def _fractions(bounds: pl.DataFrame, sums: pl.DataFrame, of_traces: pl.DataFrame) -> pl.DataFrame:
+def _compute_fractions(bounds: pl.DataFrame, sums: pl.DataFrame, trace_facts: pl.DataFrame) -> pl.DataFrame:
     """Fractions of the step, each null with a reason where it cannot be computed.
 
     Args:
         bounds: Of all steps: trace, step, duration_ns, complete.
         sums: Of `_sums`.
-        of_traces: One row per trace: known (whether there are peaks), device_count, why (see `_repeated`).
+        trace_facts: One row per trace: known (whether there are peaks), device_count, why (see `_repeated`).
     """
     counts = [name for name in sums.columns if name.endswith(("_ns", "flops", "bytes"))]
     rows = (
-        bounds.join(sums, on=[TRACE, "step"], how="left", nulls_equal=True, maintain_order="left")
-        .hstack(of_traces[bounds[TRACE]])
+        bounds.join(sums, on=[TRACE_COLUMN, "step"], how="left", nulls_equal=True, maintain_order="left")
+        .hstack(trace_facts[bounds[TRACE_COLUMN]])
         .with_columns(pl.col(counts).fill_null(0), pl.col("matrix_unknown").fill_null(value=False))
     )
     long = pl.col("duration_ns") > 0
     # a step that launched nothing did no FLOPs; for one whose work has no model they are unknown
     counted = pl.col("calls").is_not_null() | ((pl.col("launched_ns") == 0) & (pl.col("device_count") > 0))
     placed = (pl.col("placed_ns") > 0) & long
-    hidden = pl.col("unmodelled_matrix_ns") > MOST_UNMODELLED * pl.col("launched_ns")
+    hidden = pl.col("unmodelled_matrix_ns") > MAX_UNMODELLED_SHARE * pl.col("launched_ns")
     reason = (
         pl.when(~pl.col("known"))
         .then(pl.lit("the peaks of the device are not known"))
         .when(hidden)
-        .then(pl.lit(_HIDDEN))
+        .then(pl.lit(_HIDDEN_REASON))
         .when(~counted)
         .then(pl.lit("no operator in it has a model and recorded shapes"))
         .when("matrix_unknown")
@@ -189,12 +199,12 @@ def _fractions(bounds: pl.DataFrame, sums: pl.DataFrame, of_traces: pl.DataFrame
         .when(~long)
         .then(pl.lit("the step has no length"))
     )
-    whole = pl.col("duration_ns") * pl.col("device_count").clip(lower_bound=1)
+    device_ns = pl.col("duration_ns") * pl.col("device_count").clip(lower_bound=1)
     computable = reason.is_null()
     recompute = pl.col("why")
-    rest = pl.col("busy_ns") - pl.col("placed_busy_ns")
+    unplaced_ns = pl.col("busy_ns") - pl.col("placed_busy_ns")
     return rows.select(
-        TRACE,
+        TRACE_COLUMN,
         "step",
         "duration_ns",
         "complete",
@@ -204,10 +214,10 @@ def _fractions(bounds: pl.DataFrame, sums: pl.DataFrame, of_traces: pl.DataFrame
         pl.when(counted).then(pl.col("flops", "bytes", "hardware_flops")),
         pl.when(counted & recompute.is_null()).then("model_flops").alias("model_flops"),
         pl.when(placed).then("roofline_ns").alias("roofline_ns"),
-        pl.when(placed).then(rest).alias("rest_ns"),
-        pl.when(placed).then((pl.col("roofline_ns") + rest) / whole).alias("roofline_fraction"),
+        pl.when(placed).then(unplaced_ns).alias("rest_ns"),
+        pl.when(placed).then((pl.col("roofline_ns") + unplaced_ns) / device_ns).alias("roofline_fraction"),
         pl.when(pl.col("gpu_ns") > 0).then(pl.col("placed_ns") / pl.col("gpu_ns")).alias("placed_fraction"),
-        pl.when(computable & recompute.is_null()).then(pl.col("model_ns") / whole).alias("mfu"),
-        pl.when(computable).then(pl.col("hardware_ns") / whole).alias("hfu"),
+        pl.when(computable & recompute.is_null()).then(pl.col("model_ns") / device_ns).alias("mfu"),
+        pl.when(computable).then(pl.col("hardware_ns") / device_ns).alias("hfu"),
         pl.coalesce(reason, recompute).alias("reason"),
     )

@@ -9,14 +9,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from traceloom.capture.settings import VARIABLE, Settings, from_json, say_once
+from traceloom.capture.settings import VARIABLE, Settings, parse_settings, print_once
 from traceloom.errors import InputError
 
 _recorder: Any = None
 MINIMUM_TORCH = (2, 4)
 
 
-def current() -> Any:
+def get_recorder() -> Any:
     """The recorder of this process, or None."""
     return _recorder
 
@@ -26,25 +26,25 @@ def begin() -> None:
     from traceloom.capture import main_thread
 
     text = os.environ.get(VARIABLE)
-    if not text or _recorder is not None or not torch_is_new_enough() or main_thread.is_launcher():
+    if not text or _recorder is not None or not is_torch_supported() or main_thread.is_launcher():
         return
     record_milestone(f"{os.getpid()}.torch")
     try:
-        settings = from_json(text)
+        settings = parse_settings(text)
     except InputError as error:  # this process has imported another Traceloom than the one that records
-        say_once(error.slug, f"nothing is recorded: {error.message}")
+        print_once(error.slug, f"nothing is recorded: {error.message}")
         return
     attach(settings)
 
 
-def torch_is_new_enough() -> bool:
+def is_torch_supported() -> bool:
     """Whether this torch can be recorded; says so where it cannot."""
     import torch
 
     numbers = tuple(int(word) for word in torch.__version__.split("+")[0].split(".")[:2] if word.isdigit())
     if numbers >= MINIMUM_TORCH:
         return True
-    say_once("old-torch", f"nothing is recorded: torch 2.4 or newer is needed, this is {torch.__version__}")
+    print_once("old-torch", f"nothing is recorded: torch 2.4 or newer is needed, this is {torch.__version__}")
     return False
 
 
@@ -62,10 +62,10 @@ def attach(settings: Settings, *, in_child: bool = False) -> Any:
     """Record this process with these settings; gives the recorder. `in_child`: within a fork."""
     global _recorder
     from traceloom.capture import distributed, in_code
-    from traceloom.capture.kineto import never_compiled
+    from traceloom.capture.kineto import exclude_from_compile
     from traceloom.capture.recorder import Recorder
 
-    never_compiled(in_code.step)
+    exclude_from_compile(in_code.step)
     distributed.mark_children()
     recorder = Recorder(settings)
     _recorder = recorder
@@ -73,7 +73,7 @@ def attach(settings: Settings, *, in_child: bool = False) -> Any:
     return recorder
 
 
-def forked(parent: Any) -> None:
+def handle_fork(parent: Any) -> None:
     """In a forked child: it never continues the parent's recording.
 
     The child may be a rank of its own (`torch.multiprocessing` with fork), so it is attached anew and waits for its
@@ -90,7 +90,7 @@ def forked(parent: Any) -> None:
 
 
 @dataclass
-class _Restored:
+class _ReplacedFunction:
     """A function of a stranger's class or module that we have replaced; `remove` puts the original back."""
 
     kind: Any
@@ -142,7 +142,7 @@ class _Attachment:
             return worker_loop(*args, **kwargs)
 
         workers._worker_loop = serve  # noqa: SLF001
-        self._handles.append(_Restored(workers, "_worker_loop", worker_loop, serve))
+        self._handles.append(_ReplacedFunction(workers, "_worker_loop", worker_loop, serve))
         self.endings = ShutdownHandlers(recorder)
         recorder.on_start = self.endings.watch_signals
         recorder.attachment = self
@@ -150,10 +150,10 @@ class _Attachment:
         # There is something to record at once, or with the first device, module or optimizer call: with stacks the
         # imports to come would be recorded, millions of calls; in a fork, what the parent was doing.
         if not in_child and (recorder.settings.early or not recorder.settings.stacks):
-            if main_thread.device_is_ready(torch):
+            if main_thread.is_device_ready(torch):
                 recorder.torch_imported()
             else:
-                main_thread.when_device_is_used(torch, self.device_is_used)
+                main_thread.call_on_device_use(torch, self.device_is_used)
         if not in_child:
             self._alarm.changed()
 
@@ -193,7 +193,7 @@ class _Attachment:
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        from traceloom.capture.kineto import never_compiled
+        from traceloom.capture.kineto import exclude_from_compile
 
         recorder = self.recorder
 
@@ -209,8 +209,8 @@ class _Attachment:
             annotated = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_code.co_varnames
             recorder.optimizer_stepped(optimizer, frame if annotated else None)
 
-        never_compiled(before)
-        never_compiled(after)
+        exclude_from_compile(before)
+        exclude_from_compile(after)
         scale_and_step = GradScaler.step
 
         @functools.wraps(scale_and_step)
@@ -232,19 +232,19 @@ class _Attachment:
                 recorder.backward_ended()
             return result
 
-        never_compiled(backward)
+        exclude_from_compile(backward)
         GradScaler.step, torch.autograd.backward = scaled_step, backward
         self._hooks += [
             register_optimizer_step_pre_hook(before),
             register_optimizer_step_post_hook(after),
-            _Restored(GradScaler, "step", scale_and_step, scaled_step),
-            _Restored(torch.autograd, "backward", passes, backward),
+            _ReplacedFunction(GradScaler, "step", scale_and_step, scaled_step),
+            _ReplacedFunction(torch.autograd, "backward", passes, backward),
         ]
 
     def watch_modules(self) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        from traceloom.capture.kineto import never_compiled
+        from traceloom.capture.kineto import exclude_from_compile
 
         if self.recorder.settings.names_modules:
             self._hooks += self.recorder.modules.install()
@@ -253,7 +253,7 @@ class _Attachment:
             def called(_module: Any, _args: Any) -> None:
                 self.called()
 
-            never_compiled(called)
+            exclude_from_compile(called)
             self._module_hook = register_module_forward_pre_hook(called)
             self._hooks.append(self._module_hook)
 
@@ -261,7 +261,7 @@ class _Attachment:
         from traceloom.capture import kineto, main_thread
 
         recorder = self.recorder
-        anywhere = True in kineto.kinds(recorder.settings)
+        anywhere = True in kineto.list_recorder_kinds(recorder.settings)
         self._alarm = main_thread.DeadlineTimer(
             recorder.tick, deadline=lambda: recorder.plan.deadline, anywhere=anywhere
         )
@@ -289,8 +289,8 @@ class _Attachment:
 
         torch.compile, modules._has_any_global_hook = compiling, has_hooks_of_the_program  # noqa: SLF001
         self._handles += [
-            _Restored(torch, "compile", compile_, compiling),
-            _Restored(modules, "_has_any_global_hook", has_hooks, has_hooks_of_the_program),
+            _ReplacedFunction(torch, "compile", compile_, compiling),
+            _ReplacedFunction(modules, "_has_any_global_hook", has_hooks, has_hooks_of_the_program),
         ]
 
     def device_is_used(self) -> None:
@@ -303,7 +303,7 @@ class _Attachment:
         from traceloom.capture import distributed, main_thread
 
         if self.inherits_kineto and not main_thread.is_loader_worker():
-            if distributed.module() is None:
+            if distributed.get_distributed() is None:
                 return  # still only a child; an optimizer step asks again
             from traceloom.capture.kineto import abandon
 

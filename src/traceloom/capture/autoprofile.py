@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from urllib.parse import quote
 
-from traceloom.capture.distributed import rank_and_world
-from traceloom.capture.settings import say_once
+from traceloom.capture.distributed import read_rank_and_world
+from traceloom.capture.settings import print_once
 from traceloom.system.service_address import ServiceAddress
 
 _AHEAD_S = 60.0  # before the step, it is asked for: all hosts are to be ready by then
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SILENT_S, _EXCHANGE_S = 5.0, 20.0
-_MOST_ANSWER = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 10.0
-_LONGEST_TRY_S = 300.0
+_MAX_TRY_S = 300.0
 _JOBS = ("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0", "SLURM_JOB_ID", "SLURM_JOBID")
-_VANISHES = frozenset({"no-such-job", "not-leading", "no-service"})  # agents tell of a job now and then
+_TRANSIENT_REFUSALS = frozenset({"no-such-job", "not-leading", "no-service"})  # agents tell of a job now and then
 
 
 class _RefusedError(Exception):
@@ -75,10 +75,10 @@ class Autoprofile:
             self._ask_in_time()
         except Exception as error:  # noqa: BLE001  (whatever it is, the program goes on)
             self.trouble = str(error) or type(error).__name__
-            say_once("no-autoprofile", f"no trace of this job was asked for: {self.trouble}")
+            print_once("no-autoprofile", f"no trace of this job was asked for: {self.trouble}")
 
     def _ask_in_time(self) -> None:
-        rank = rank_and_world()[0]
+        rank = read_rank_and_world()[0]
         if rank:  # the first one asks for all
             return
         if not self._job:
@@ -91,7 +91,7 @@ class Autoprofile:
                 address, "PUT", f"jobs/{quote(self._job, safe='')}", lambda: dict[str, object](self._labels)
             )
         while self._at_step and ((left_s := self._left_s()) is None or left_s > _AHEAD_S):
-            if self._ended.wait(_LOOK_S):
+            if self._ended.wait(_POLL_S):
                 return
         answer = self._until_taken(address, "POST", "requests", self._body)
         if answer is not None:
@@ -114,7 +114,7 @@ class Autoprofile:
         self, address: ServiceAddress, method: str, route: str, body: Callable[[], dict[str, object]]
     ) -> dict[str, object] | None:
         """The answer of the service, asked again until it takes it or it is too late; None where the loop has ended."""
-        wait_s, until = _FIRST_WAIT_S, time.monotonic() + _LONGEST_TRY_S
+        wait_s, until = _FIRST_WAIT_S, time.monotonic() + _MAX_TRY_S
         while True:
             try:
                 return self._exchange(address, method, route, json.dumps(body()).encode())
@@ -132,13 +132,13 @@ class Autoprofile:
         try:
             connection.connect()
             # Who sends a letter now and then would never be silent for long.
-            watchdog = threading.Timer(_EXCHANGE_S, partial(_shut, connection.sock))
+            watchdog = threading.Timer(_EXCHANGE_S, partial(_close_connection, connection.sock))
             watchdog.daemon = True
             watchdog.start()
             try:
                 connection.request(method, f"{address.prefix}/api/v1/{route}", body, headers)
                 with connection.getresponse() as response:
-                    text = response.read(_MOST_ANSWER + 1)
+                    text = response.read(_MAX_ANSWER_BYTES + 1)
             finally:
                 watchdog.cancel()
         except Exception as error:
@@ -147,7 +147,7 @@ class Autoprofile:
         finally:
             connection.close()
         try:
-            answer = json.loads(text) if len(text) <= _MOST_ANSWER else None
+            answer = json.loads(text) if len(text) <= _MAX_ANSWER_BYTES else None
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or 300 <= response.status < 400:
@@ -155,14 +155,14 @@ class Autoprofile:
         if response.status >= 400:
             problem = answer.get("error")
             problem = problem if isinstance(problem, dict) else {}
-            lasts = response.status < 500 and response.status != 429 and problem.get("slug") not in _VANISHES
+            lasts = response.status < 500 and response.status != 429 and problem.get("slug") not in _TRANSIENT_REFUSALS
             raise _RefusedError(
                 f"the service refuses: {str(problem.get('message', response.status))[:300]}", lasts=lasts
             )
         return answer
 
 
-def _shut(connection: socket.socket) -> None:
+def _close_connection(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it has ended
         connection.shutdown(socket.SHUT_RDWR)
 

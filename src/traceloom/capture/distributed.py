@@ -73,7 +73,7 @@ _PARENT = "TRACELOOM_PARENT"
 _parent = ("", "")  # the recorded process that started this one, and what its launcher had told it
 
 
-def module() -> Any | None:
+def get_distributed() -> Any | None:
     """`torch.distributed` with an initialised process group, else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -81,22 +81,22 @@ def module() -> Any | None:
     return distributed
 
 
-def rank_and_world() -> tuple[int | None, int | None, int | None]:
+def read_rank_and_world() -> tuple[int | None, int | None, int | None]:
     """Rank, world size and local rank, as far as anything tells; (None, None, None) outside a job."""
-    local = _number("LOCAL_RANK")
-    distributed = module()
+    local = _read_number("LOCAL_RANK")
+    distributed = get_distributed()
     if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size(), local
-    variables = _rank_variables()
-    if variables is None or (is_child() and _place_variables(variables) == _parent[1]):
+    variables = _find_rank_variables()
+    if variables is None or (is_child() and _format_rank_variables(variables) == _parent[1]):
         return None, None, None
     rank, size, local_rank = variables
-    return _number(rank), _number(size), _number(local_rank)
+    return _read_number(rank), _read_number(size), _read_number(local_rank)
 
 
-def job() -> str | None:
+def identify_job() -> str | None:
     """Names the job of this process: equal for its ranks, another for any other job; None for a process on its own."""
-    _, size, _ = rank_and_world()
+    _, size, _ = read_rank_and_world()
     names = {variable: os.environ[variable] for variable in _JOB_VARIABLES if os.environ.get(variable)}
     if size is None or (size == 1 and _LAUNCH not in names):
         return None
@@ -109,8 +109,8 @@ def mark_children() -> None:
     process, _, inherited = os.environ.get(_PARENT, "").partition(" ")
     if process != str(os.getpid()):
         _parent = process, inherited
-    variables = _rank_variables()
-    os.environ[_PARENT] = f"{os.getpid()} {_place_variables(variables) if variables else ''}"
+    variables = _find_rank_variables()
+    os.environ[_PARENT] = f"{os.getpid()} {_format_rank_variables(variables) if variables else ''}"
 
 
 def is_child() -> bool:
@@ -118,26 +118,26 @@ def is_child() -> bool:
     return bool(_parent[0])
 
 
-def _rank_variables() -> tuple[str, str, str] | None:
+def _find_rank_variables() -> tuple[str, str, str] | None:
     """The variables of the launcher that started this process, if any did."""
     for variables in _RANK_VARIABLES:
-        if _number(variables[0]) is not None and _number(variables[1]) is not None:
+        if _read_number(variables[0]) is not None and _read_number(variables[1]) is not None:
             return variables
     return None
 
 
-def _place_variables(variables: tuple[str, str, str]) -> str:
+def _format_rank_variables(variables: tuple[str, str, str]) -> str:
     return " ".join(f"{name}={os.environ.get(name, '')}" for name in (*variables, "MASTER_PORT"))
 
 
-def _number(variable: str) -> int | None:
+def _read_number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def groups() -> list[dict[str, Any]]:
+def describe_groups() -> list[dict[str, Any]]:
     """Every process group of this process: name, description, backend, and its members as global ranks."""
-    if module() is None:
+    if get_distributed() is None:
         return []
     world = sys.modules["torch.distributed.distributed_c10d"]._world
     described = []
@@ -168,7 +168,7 @@ class CollectiveLog:
         """Begin to note calls; does nothing where there is no job."""
         self._begin_ns = time.time_ns()
         self._calls.clear()
-        if module() is None or self._originals:
+        if get_distributed() is None or self._originals:
             return
         self._class = sys.modules["torch._C._distributed_c10d"].ProcessGroup
         for name in KINDS:
@@ -186,9 +186,9 @@ class CollectiveLog:
         for name, original in self._originals.items():
             setattr(self._class, name, original)
         self._originals.clear()
-        if module() is None:
+        if get_distributed() is None:
             return None
-        rows = self._merge(_flight_recorder(self._begin_ns, end_ns))
+        rows = self._merge(_read_flight_recorder(self._begin_ns, end_ns))
         self._calls.clear()
         if not rows:
             return None
@@ -216,7 +216,9 @@ class CollectiveLog:
                     sequence = int(group._get_sequence_number_for_group())
                 except RuntimeError:
                     sequence = None
-                calls.append((name, group, _sizes(name, args), _peer(name, args), (start, end, thread(), sequence)))
+                calls.append(
+                    (name, group, _compute_sizes(name, args), _find_peer(name, args), (start, end, thread(), sequence))
+                )
 
         method.__name__ = name
         method.__doc__ = original.__doc__
@@ -239,7 +241,7 @@ class CollectiveLog:
                 at += 1
             matched = False
             while at < len(candidates) and candidates[at]["start_ns"] <= end:
-                candidates[at].update(thread=thread, peer=_global_rank(group, peer))
+                candidates[at].update(thread=thread, peer=_get_global_rank(group, peer))
                 matched = True
                 at += 1
             position[group_name] = at
@@ -247,25 +249,25 @@ class CollectiveLog:
                 rows.append(
                     {
                         "group": group_name, "sequence": sequence, "kind": KINDS[name], "type": kind_type,
-                        "bytes_in": bytes_in, "bytes_out": bytes_out, "peer": _global_rank(group, peer),
+                        "bytes_in": bytes_in, "bytes_out": bytes_out, "peer": _get_global_rank(group, peer),
                         "start_ns": start, "thread": thread,
                     }
                 )  # fmt: skip
         return rows
 
 
-def _tensors(value: Any) -> Iterable[Any]:
+def _iterate_tensors(value: Any) -> Iterable[Any]:
     if hasattr(value, "element_size"):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
 
 
-def _sizes(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
+def _compute_sizes(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
     """Element type, and bytes that go in and come out on this rank."""
-    first = list(_tensors(args[0])) if args else []
-    second = list(_tensors(args[1])) if len(args) > 1 and KINDS[name] in _OUTPUT_FIRST else []
+    first = list(_iterate_tensors(args[0])) if args else []
+    second = list(_iterate_tensors(args[1])) if len(args) > 1 and KINDS[name] in _OUTPUT_FIRST else []
     outputs, inputs = (first, second) if KINDS[name] in _OUTPUT_FIRST else (first, first)
     any_tensor = next(iter(first or second), None)
     kind = str(any_tensor.dtype).removeprefix("torch.") if any_tensor is not None else ""
@@ -276,7 +278,7 @@ def _sizes(name: str, args: tuple[Any, ...]) -> tuple[str, int, int]:
     )
 
 
-def _peer(name: str, args: tuple[Any, ...]) -> int | None:
+def _find_peer(name: str, args: tuple[Any, ...]) -> int | None:
     """Root of a rooted collective or the other side of send and recv, as a rank within the group."""
     if name in ("send", "recv") and len(args) > 1 and isinstance(args[1], int):
         return args[1]
@@ -287,7 +289,7 @@ def _peer(name: str, args: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _global_rank(group: Any, rank: int | None) -> int | None:
+def _get_global_rank(group: Any, rank: int | None) -> int | None:
     if rank is None or rank < 0:
         return None
     members = sys.modules["torch.distributed.distributed_c10d"]._world.pg_group_ranks.get(group)
@@ -296,7 +298,7 @@ def _global_rank(group: Any, rank: int | None) -> int | None:
     return next((int(world) for world, inside in members.items() if inside == rank), rank)
 
 
-def _flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
+def _read_flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
     """The calls that PyTorch's own flight recorder saw in this span of time; none where it is missing or off."""
     c10d = sys.modules["torch._C._distributed_c10d"]
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
@@ -308,7 +310,7 @@ def _flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
         start = int(entry.get("time_created_ns") or 0)
         if not begin_ns <= start <= end_ns:
             continue
-        kind, peer = _recorded_kind(str(entry.get("profiling_name") or ""))
+        kind, peer = _parse_recorded_kind(str(entry.get("profiling_name") or ""))
         types = entry.get("input_dtypes") or entry.get("output_dtypes") or [""]
         sequence = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
         rows.append(
@@ -317,8 +319,8 @@ def _flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
                 "sequence": sequence,
                 "kind": kind,
                 "type": types[0],
-                "bytes_in": _bytes(entry.get("input_sizes"), entry.get("input_dtypes")),
-                "bytes_out": _bytes(entry.get("output_sizes"), entry.get("output_dtypes")),
+                "bytes_in": _count_bytes(entry.get("input_sizes"), entry.get("input_dtypes")),
+                "bytes_out": _count_bytes(entry.get("output_sizes"), entry.get("output_dtypes")),
                 "peer": peer,
                 "start_ns": start,
                 "thread": threads.get(str(entry.get("thread_id"))),
@@ -328,7 +330,7 @@ def _flight_recorder(begin_ns: int, end_ns: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _recorded_kind(name: str) -> tuple[str, int | None]:
+def _parse_recorded_kind(name: str) -> tuple[str, int | None]:
     """`gloo:all_reduce`, `nccl:_all_gather_base`, `nccl:send 0->1` -> kind, and the peer where the name has it."""
     bare = name.split(":", 1)[-1]
     arrow = re.fullmatch(r"(send|recv)\s+\d+\s*(?:->|<-)\s*(\d+)", bare)
@@ -341,7 +343,7 @@ def _recorded_kind(name: str) -> tuple[str, int | None]:
     return word, None
 
 
-def _bytes(sizes: Any, types: Any) -> int | None:
+def _count_bytes(sizes: Any, types: Any) -> int | None:
     """Bytes of all tensors; None where an element type is unknown."""
     tensors = list(zip(sizes or [], types or [], strict=False))
     if any(kind not in _ITEM_BYTES for _, kind in tensors):

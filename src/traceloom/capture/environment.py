@@ -39,12 +39,12 @@ def describe() -> dict[str, Any]:
         "logical_cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "devices": devices(),
+        "devices": describe_devices(),
         "versions": {name: str(value) for name, value in versions.items() if value},
     }
 
 
-def devices() -> list[dict[str, Any]]:
+def describe_devices() -> list[dict[str, Any]]:
     """The accelerators this process uses; empty where none was initialised."""
     described = []
     for kind in ("cuda", "xpu"):

@@ -12,15 +12,15 @@ from typing import Any
 
 from traceloom.capture import manifest, writing
 from traceloom.capture import writing as lock
-from traceloom.capture.attach import attach, current, torch_is_new_enough
-from traceloom.capture.settings import Settings, check_times, parse_steps, say, say_once
+from traceloom.capture.attach import attach, get_recorder, is_torch_supported
+from traceloom.capture.settings import Settings, check_times, parse_steps, print_message, print_once
 from traceloom.capture.writing import Lock
 from traceloom.errors import CaptureError, OutputError
 
 
 def step() -> None:
     """Say that a step of your loop has ended. Overrules every other notion of a step; free when nothing records."""
-    recorder = current()
+    recorder = get_recorder()
     if recorder is not None:
         recorder.step_called()
 
@@ -48,17 +48,17 @@ class Recording:
             raise CaptureError(
                 "torch is not installed, so there is nothing to record", slug="no-torch", hint="pip install torch"
             )
-        running = current()
+        running = get_recorder()
         if running is not None:
             self.path = Path(running.settings.shown)
-            say_once("already-recording", f"this process is being recorded into `{self.path}` already; that goes on")
+            print_once("already-recording", f"this process is being recorded into `{self.path}` already; that goes on")
             return self
-        if not torch_is_new_enough():
+        if not is_torch_supported():
             return self
-        from traceloom.capture.distributed import rank_and_world
+        from traceloom.capture.distributed import read_rank_and_world
 
         # Claim the directory for this rank. An earlier capture in it stays until the new one is whole.
-        rank, _, _ = rank_and_world()
+        rank, _, _ = read_rank_and_world()
         notes = self.path / writing.NOTES
         if not self._force and (self.path / f"rank{rank or 0}.{manifest.NAME}").exists():
             raise OutputError(
@@ -70,7 +70,7 @@ class Recording:
         try:
             self._lock.take()
             lock.check_free(notes, lock.NAME)
-            old = manifest.files(self.path) if self._force else {}
+            old = manifest.list_files(self.path) if self._force else {}
             if old:
                 self._old = {} if rank else old
                 self._settings = replace(self._settings, directory=str(notes / "new"), replaces=str(self.path))
@@ -101,7 +101,7 @@ class Recording:
             return  # a fork of the process that records
         storage, made = recorder.storage, Path(self._settings.directory)
         if storage.empty:
-            say(f"nothing was recorded: {recorder.why_nothing()} [nothing-recorded]")
+            print_message(f"nothing was recorded: {recorder.why_nothing()} [nothing-recorded]")
         else:
             in_place = made == self.path
             try:
@@ -109,9 +109,9 @@ class Recording:
                     manifest.replace_capture(made, self.path, self._old, {}, storage.stem())
                     in_place = True
             except (OSError, ValueError) as problem:
-                say(f"the parts of the capture could not be put together: {problem} [not-merged]")
+                print_message(f"the parts of the capture could not be put together: {problem} [not-merged]")
             if in_place and not self._settings.quiet:
-                say(f"wrote `{self.path}`; next: traceloom report {self.path}")
+                print_message(f"wrote `{self.path}`; next: traceloom report {self.path}")
         self._release()
 
     def _release(self) -> None:
@@ -121,9 +121,11 @@ class Recording:
             self._lock.release()
             if not any(notes.glob(f"{lock.NAME}*")):
                 made = notes / "new"
-                if made.is_dir() and manifest.parts(made):
+                if made.is_dir() and manifest.list_parts(made):
                     kept = manifest.set_aside_incomplete(made, self.path)
-                    say(f"the capture in `{self.path}` stays; the unfinished one is in `{kept}` [kept-beside]")
+                    print_message(
+                        f"the capture in `{self.path}` stays; the unfinished one is in `{kept}` [kept-beside]"
+                    )
                 manifest.clear_notes(self.path)
                 notes.rmdir()
             if self._made:

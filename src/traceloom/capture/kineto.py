@@ -37,13 +37,13 @@ _frames: Any = torch._C._dynamo.eval_frame
 pause: Callable[[None], Any] | None = None if hasattr(_frames, "set_code_exec_strategy") else _frames.set_eval_frame
 
 
-def never_compiled(function: _F) -> _F:
+def exclude_from_compile(function: _F) -> _F:
     """Let torch.compile call this function as it is, without importing the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # never inlined into compiled code
-    return never_traced(function)
+    return exclude_from_tracing(function)
 
 
-def never_traced(function: _F) -> _F:
+def exclude_from_tracing(function: _F) -> _F:
     """Let the frame of this function, and what it calls, run in plain Python."""
     if pause is None:
         skip = _frames._FrameAction.SKIP
@@ -53,7 +53,7 @@ def never_traced(function: _F) -> _F:
     return function
 
 
-_THEIRS = re.compile(
+_LOG_LINE = re.compile(
     rb"^(USDT:|STAGE:|INFO:|WARNING:|ERROR:|\w* ?\[?[\w-]*.{0,80})"
     rb".*(ActivityProfiler|SyncActivityProfilerHandler|execution_trace_observer|Execution ?Trace ?Observer|"
     rb"Kineto|kineto|CuptiActivity|profiler_start|profiler_stop|Memory block of unknown size was allocated before|"
@@ -62,7 +62,7 @@ _THEIRS = re.compile(
 
 
 @contextlib.contextmanager
-def suppress_log_lines() -> Iterator[None]:
+def hide_log_lines() -> Iterator[None]:
     """Run a block in which libkineto's and the observer's lines do not reach standard error."""
     try:
         sys.stderr.flush()
@@ -85,7 +85,7 @@ def suppress_log_lines() -> Iterator[None]:
                 sys.stderr.flush()
             os.dup2(kept, 2)
             lines.seek(0)
-            others = b"".join(line for line in lines if not _THEIRS.match(line))
+            others = b"".join(line for line in lines if not _LOG_LINE.match(line))
             if others:
                 with contextlib.suppress(OSError):
                     os.write(2, others)
@@ -94,11 +94,11 @@ def suppress_log_lines() -> Iterator[None]:
 _OPTIONS = _ExperimentalConfig.__init__.__doc__ or ""  # those that this PyTorch has, as `name: type`
 
 
-class _Ours:
+class _OwnBlock:
     """Marks a block as ours and hides what C++ has to say about it."""
 
     def __enter__(self) -> None:
-        self._hidden = suppress_log_lines()
+        self._hidden = hide_log_lines()
         self._hidden.__enter__()
         _ours.active = True
 
@@ -180,7 +180,7 @@ class Kineto:
 
     def start(self) -> None:
         """Record this thread, and the threads that work for it, from now on."""
-        with _Ours():
+        with _OwnBlock():
             # PyTorch's line about a block from before the window comes with the first one that is freed: be the first.
             block = torch.empty(1) if self._memory else None
             self._profile.prepare_trace()
@@ -201,12 +201,12 @@ class Kineto:
         """
         if not self.records_here():
             raise OtherThreadError
-        with _Ours():
+        with _OwnBlock():
             if self.every_thread:
                 # Other threads may be at work; none of them may just be writing into what is freed now.
                 torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
                 observer_safety.wait_for_other_threads()
-            observer_safety.stopping(every_thread=self.every_thread)
+            observer_safety.remember_open_work(every_thread=self.every_thread)
             if not self._told_of_job:
                 # Without this the trace of a window that began before init_process_group would have no rank.
                 info = self._profile._get_distributed_info()
@@ -222,7 +222,7 @@ class Kineto:
         """
         inner = self._profile.profiler
         assert inner is not None, "saved before it was started"
-        with _Ours():
+        with _OwnBlock():
             inner.kineto_results.save(str(path))
         require_whole(path)
 
@@ -242,7 +242,7 @@ def require_whole(path: Path) -> None:
         raise OSError(28, os.strerror(28), str(path))
 
 
-def kinds(settings: Settings) -> tuple[bool, ...]:
+def list_recorder_kinds(settings: Settings) -> tuple[bool, ...]:
     """The kinds of recorder that this PyTorch has for these settings, the better first: of every thread, or of one.
 
     Allocations reach only a recorder of one thread.
@@ -278,7 +278,7 @@ class GraphStepRecorder:
             OSError: The host trace cannot be written there.
         """
         self.host_path.touch()
-        with _Ours():
+        with _OwnBlock():
             self._observer.register_callback(str(self.host_path))
             self._observer.start()
         self._kineto.start()
@@ -290,7 +290,7 @@ class GraphStepRecorder:
             OtherThreadError: This is not the thread that started it.
         """
         self._kineto.stop()
-        with _Ours():
+        with _OwnBlock():
             self._observer.stop()
             observer_safety.wait_for_other_threads()  # it records all threads, and is freed when it is removed
             self._observer.unregister_callback()
@@ -326,13 +326,13 @@ class GraphStepRecorder:
 
 def abandon() -> None:
     """In a forked child: end the recording that it inherited, and forget it."""
-    with _Ours():
+    with _OwnBlock():
         torch._C._autograd._enable_record_function(True)
         torch._C._autograd._disable_profiler()
         torch.autograd.profiler._run_on_profiler_stop()
 
 
-@never_traced
+@exclude_from_tracing
 def mark(step: int) -> None:
     """Put the boundary at which step `step` starts into the trace: an annotation opened and closed at once."""
     annotate(f"traceloom.step#{step}").__exit__(None, None, None)
@@ -343,7 +343,7 @@ class annotate:  # noqa: N801  (used like a function)
 
     __slots__ = ("_close", "_handle")
 
-    @never_traced
+    @exclude_from_tracing
     def __init__(self, name: str) -> None:
         if _enter is not None:
             self._handle, self._close = _enter(name), _exit
@@ -352,7 +352,7 @@ class annotate:  # noqa: N801  (used like a function)
             self._handle.__enter__()
             self._close = None
 
-    @never_traced
+    @exclude_from_tracing
     def __exit__(self, *error: object) -> None:
         handle, self._handle = self._handle, None
         if handle is None:

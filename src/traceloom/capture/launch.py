@@ -53,11 +53,13 @@ class Launch:
             self._lock.take()
             lock.check_free(notes, f"{lock.NAME}.*")
             replaces = self._holds_capture(force=force)
-            if beside.is_dir() and manifest.parts(beside):  # what a recorder that was killed could not put in its place
+            if beside.is_dir() and manifest.list_parts(
+                beside
+            ):  # what a recorder that was killed could not put in its place
                 self._keep(beside)
             manifest.clear_notes(directory)
             if replaces:
-                self._old = manifest.files(directory)
+                self._old = manifest.list_files(directory)
                 self._settings = replace(self._settings, directory=str(beside), replaces=str(directory))
                 (beside / writing.NOTES).mkdir(parents=True)
         except OSError as error:
@@ -76,7 +78,7 @@ class Launch:
     def _holds_capture(self, *, force: bool) -> bool:
         """Whether there is a capture in the directory already, which only `force` replaces."""
         directory = self._directory
-        if not ((directory / manifest.NAME).exists() or (directory.is_dir() and manifest.parts(directory))):
+        if not ((directory / manifest.NAME).exists() or (directory.is_dir() and manifest.list_parts(directory))):
             return False
         if not force:
             raise OutputError(
@@ -162,7 +164,7 @@ class Launch:
 
     def _finish(self, run: dict[str, Any]) -> None:
         """Merge what the ranks wrote, and put it where it belongs."""
-        self.recorded = bool(manifest.parts(self._place))
+        self.recorded = bool(manifest.list_parts(self._place))
         if not self.recorded:
             return
         complete = True

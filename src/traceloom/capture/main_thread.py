@@ -23,7 +23,7 @@ from typing import Any
 
 PAUSE_SECONDS = 0.02
 PATIENCE_SECONDS = 1.0
-_BREATH_SECONDS = 0.001
+_LATER_DELAY_SECONDS = 0.001
 
 # NVIDIA, NVIDIA under WSL, AMD, Intel.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri")
@@ -37,7 +37,7 @@ _LAUNCHERS = {
 }  # fmt: skip
 
 
-def on_main_thread(call: Callable[[], None]) -> bool:
+def run_on_main_thread(call: Callable[[], None]) -> bool:
     """Let the main thread run `call` soon. False where that is impossible.
 
     Python allows this through its C interface only; a signal would be visible to the program.
@@ -57,10 +57,10 @@ def on_main_thread(call: Callable[[], None]) -> bool:
     return False
 
 
-def on_main_thread_later(call: Callable[[], None]) -> None:
+def run_on_main_thread_later(call: Callable[[], None]) -> None:
     """As `on_main_thread`, but not within what the main thread runs for us just now."""
     with contextlib.suppress(RuntimeError):  # no threads any more: the interpreter ends
-        threading.Timer(_BREATH_SECONDS, on_main_thread, (call,)).start()
+        threading.Timer(_LATER_DELAY_SECONDS, run_on_main_thread, (call,)).start()
 
 
 _calls: deque[Callable[[], None]] = deque()
@@ -92,7 +92,7 @@ def _run_next(_: Any) -> int:
     again = len(_calls) == 1 and _calls[0] is call
     if _calls and not again:
         with contextlib.suppress(RuntimeError):
-            threading.Timer(_BREATH_SECONDS, _wake_main_thread).start()
+            threading.Timer(_LATER_DELAY_SECONDS, _wake_main_thread).start()
     _scheduled.release()
     if again and _scheduled.acquire(blocking=False):
         sys.modules["ctypes"].pythonapi.Py_AddPendingCall(_trampoline, None)
@@ -143,7 +143,7 @@ class DeadlineTimer:
                         ticked.set()
                         self._tick()
 
-            if not (on_main_thread(fire) and ticked.wait(PATIENCE_SECONDS)) and self._anywhere:
+            if not (run_on_main_thread(fire) and ticked.wait(PATIENCE_SECONDS)) and self._anywhere:
                 fire()
             while not (ticked.wait(PATIENCE_SECONDS) or self._stopped):
                 pass
@@ -174,7 +174,7 @@ def is_launcher() -> bool:
     return any(os.path.basename(word) in _LAUNCHERS for word in words[:3] if not word.startswith("-"))  # noqa: PTH119
 
 
-def device_is_ready(torch: Any) -> bool:
+def is_device_ready(torch: Any) -> bool:
     """Whether starting Kineto now would not itself create a device context.
 
     That would cost memory on the wrong device and forbid a later fork. Without an initialised device it can only be
@@ -189,11 +189,11 @@ def device_is_ready(torch: Any) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def when_device_is_used(torch: Any, call: Callable[[], None]) -> None:
+def call_on_device_use(torch: Any, call: Callable[[], None]) -> None:
     """Let `call` run on the main thread as soon as the program itself has initialised a device."""
     for backend in (torch.cuda, torch.xpu):
         # Called in the middle of the initialisation, whoever asks for it; it is over when Python goes on.
-        backend._lazy_call(lambda: on_main_thread(call))  # noqa: SLF001
+        backend._lazy_call(lambda: run_on_main_thread(call))  # noqa: SLF001
 
 
 # How long a program that is busy in C may keep us from answering SIGTERM before it dies as it would without us.
@@ -282,7 +282,7 @@ class ShutdownHandlers:
                 return
             if signal.SIGTERM not in numbers:
                 continue
-            on_main_thread(self._answered.set)  # where Python runs at all, the handler runs too
+            run_on_main_thread(self._answered.set)  # where Python runs at all, the handler runs too
             if not self._answered.wait(SHUTDOWN_PATIENCE_SECONDS):
                 ctypes = importlib.import_module("ctypes")
                 ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
@@ -333,6 +333,6 @@ class ShutdownHandlers:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        from traceloom.capture.attach import forked
+        from traceloom.capture.attach import handle_fork
 
-        forked(recorder)
+        handle_fork(recorder)

@@ -23,13 +23,13 @@ from traceloom.capture import writing
 from traceloom.capture.steps import Mark, StepLog
 from traceloom.capture.writing import NOTES, write_json
 
-FOLDER = ".host_resources"  # behind the name of a process: where PyTorch's observer would leave them
+SOURCES_SUFFIX = ".host_resources"  # behind the name of a process: where PyTorch's observer would leave them
 FILE_NAME = re.compile(r"\w[\w-]*\.py")
-MOST_BYTES = 1 << 20  # of a source; a plan reads no longer one
-MOST_TOGETHER = 1 << 26
-_PIECE = 1 << 20
-_LONGEST = 4096  # of a path
-_NAMED = re.compile(rb'"kernel_file": ?("(?:[^"\\\n]|\\.){1,%d}")' % _LONGEST)
+MAX_SOURCE_BYTES = 1 << 20  # of a source; a plan reads no longer one
+MAX_TOTAL_BYTES = 1 << 26
+_CHUNK_BYTES = 1 << 20
+_MAX_PATH_CHARS = 4096  # of a path
+_KERNEL_FILE = re.compile(rb'"kernel_file": ?("(?:[^"\\\n]|\\.){1,%d}")' % _MAX_PATH_CHARS)
 
 
 @dataclass
@@ -51,14 +51,14 @@ def copy_sources(trace: Path, folder: Path) -> KernelSources:
     Raises:
         OSError: The trace cannot be read, or the folder not be written.
     """
-    out, left = KernelSources(), MOST_TOGETHER
-    for path in sorted(_named(trace)):
+    out, left = KernelSources(), MAX_TOTAL_BYTES
+    for path in sorted(_find_source_paths(trace)):
         if path.suffix != ".py":  # none is stated, or it is no module of Python
             continue
         if not FILE_NAME.fullmatch(path.name) or path.name in out.files:
             out.left_out.append((path.name, "no name for a file of its own"))
             continue
-        most = min(MOST_BYTES, left)
+        most = min(MAX_SOURCE_BYTES, left)
         try:
             if not path.is_file():
                 out.left_out.append((path.name, "there is no such file any more"))
@@ -79,15 +79,15 @@ def copy_sources(trace: Path, folder: Path) -> KernelSources:
     return out
 
 
-def _named(trace: Path) -> set[Path]:
+def _find_source_paths(trace: Path) -> set[Path]:
     """The paths of sources in a trace, read piece by piece: it may be long."""
     texts: set[bytes] = set()
     rest = b""
     with trace.open("rb") as file:
-        while piece := file.read(_PIECE):
+        while piece := file.read(_CHUNK_BYTES):
             text = rest + piece
-            texts.update(_NAMED.findall(text))
-            rest = text[-2 * _LONGEST :]
+            texts.update(_KERNEL_FILE.findall(text))
+            rest = text[-2 * _MAX_PATH_CHARS :]
     paths = set()
     for text in texts:
         try:
@@ -101,21 +101,21 @@ FORMAT = "traceloom-capture"
 VERSION = 1
 STAGE = "profiled"  # as Chakra tells graphs apart: executed on a platform; not the model as written, nor as compiled
 NAME = "capture.json"
-FEWEST_STEPS = 3
+MIN_STEPS = 3
 _NEIGHBOURS = 10  # unrecorded steps that recorded ones are compared with, at least
 """The median of fewer steps says nothing about what recording costs."""
-_PART = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
-_OURS = re.compile(
+_PART_FILE = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
+_CAPTURE_FILE = re.compile(
     r"capture\.json|(rank\d+(-pid\d+)?|pid\d+)\."
     r"(capture\.json|(steps|collectives|thread_cpu)\.json\.gz|memory\.pickle|oom\.json|((graph|before)\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
 )
 
-_SOURCES = re.compile(rf"(rank\d+(-pid\d+)?|pid\d+){re.escape(FOLDER)}")
+_SOURCES = re.compile(rf"(rank\d+(-pid\d+)?|pid\d+){re.escape(SOURCES_SUFFIX)}")
 
 
-def parts(directory: Path) -> list[Path]:
+def list_parts(directory: Path) -> list[Path]:
     """The parts of a capture, by rank."""
-    paths = [path for path in directory.iterdir() if _PART.fullmatch(path.name)]
+    paths = [path for path in directory.iterdir() if _PART_FILE.fullmatch(path.name)]
     return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
@@ -154,7 +154,7 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
         ValueError: A part is none.
     """
     while True:
-        before = parts(directory)
+        before = list_parts(directory)
         if run is None:
             run = {}
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -163,7 +163,7 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
         capture = document([entry for path in before for entry in _entries(path)], run)
         write_json(directory / NAME, capture)
         # A part that came in while we wrote may have been merged by its process before our older view replaced it.
-        if parts(directory) == before:
+        if list_parts(directory) == before:
             return capture
 
 
@@ -174,19 +174,19 @@ def drop_incidental(directory: Path) -> None:
         OSError: A file cannot be read or deleted.
         ValueError: A part is none.
     """
-    of = {path.name.removesuffix(f".{NAME}"): _entries(path) for path in parts(directory)}
+    of = {path.name.removesuffix(f".{NAME}"): _entries(path) for path in list_parts(directory)}
     incidental = [stem for stem, entries in of.items() if any(entry.get("incidental") for entry in entries)]
     if len(incidental) < len(of):
-        for name in files(directory):
+        for name in list_files(directory):
             if name.partition(".")[0] in incidental:
                 remove(directory, name)
 
 
-def files(directory: Path) -> dict[str, int]:
+def list_files(directory: Path) -> dict[str, int]:
     """The files of the capture in a directory, and only those: paths in it and what the system knows them by."""
     paths = []
     for path in directory.iterdir():
-        if _OURS.fullmatch(path.name):
+        if _CAPTURE_FILE.fullmatch(path.name):
             paths.append(path)
         elif _SOURCES.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             paths += [source for source in path.iterdir() if FILE_NAME.fullmatch(source.name)]
@@ -219,11 +219,11 @@ def replace_capture(made: Path, directory: Path, old: dict[str, int], run: dict[
     Raises:
         OSError: A file cannot be moved or removed.
     """
-    for name in files(made):
+    for name in list_files(made):
         if name != NAME and name.startswith(f"{stem}." if stem else ""):
             (directory / name).parent.mkdir(exist_ok=True)
             (made / name).replace(directory / name)
-    present = files(directory)
+    present = list_files(directory)
     for name, inode in old.items():
         if present.get(name) == inode:
             remove(directory, name)
@@ -254,7 +254,7 @@ def clear_notes(directory: Path) -> None:
                 path.unlink()
 
 
-def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
+def compute_overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     """What recording cost: recorded steps against the nearest unrecorded ones after the warm-up, by their medians.
 
     A run changes while it goes on (memory, caches, clocks, other programs): distant steps compare less well.
@@ -265,7 +265,7 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     """
     figures: dict[str, Any] = {}
     numbers = {mark: log.numbers(mark) for mark in (Mark.RECORDED, Mark.GRAPH)}
-    numbers[Mark.PLAIN] = nearest(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
+    numbers[Mark.PLAIN] = select_nearest_steps(log.numbers(Mark.PLAIN, skip=warm_up), numbers[Mark.RECORDED])
     ran = {mark: log.processor_times(steps) for mark, steps in numbers.items()}
     durations = {mark: log.durations(steps) for mark, steps in numbers.items()}
     for mark, name in ((Mark.PLAIN, "unrecorded"), (Mark.RECORDED, "recorded")):
@@ -276,7 +276,7 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
     by_processor = all(len(ran[mark]) == len(durations[mark]) for mark in durations)
     compared = ran if by_processor else durations
     figures["ratio_of"] = "cpu" if by_processor else "wall"
-    enough = {mark: steps if len(steps) >= FEWEST_STEPS else [] for mark, steps in compared.items()}
+    enough = {mark: steps if len(steps) >= MIN_STEPS else [] for mark, steps in compared.items()}
     plain, recorded = enough[Mark.PLAIN], enough[Mark.RECORDED]
     for name, dividend, share, plain_share in (
         ("ratio", recorded, 0.5, 0.5),
@@ -284,12 +284,12 @@ def overhead(log: StepLog, warm_up: int) -> dict[str, Any]:
         ("ratio_high", recorded, 0.75, 0.25),
         ("graph_step_ratio", compared[Mark.GRAPH], 0.5, 0.5),
     ):
-        value, base = _quantile(dividend, share), _quantile(plain, plain_share)
+        value, base = _compute_quantile(dividend, share), _compute_quantile(plain, plain_share)
         figures[name] = round(value / base, 4) if value and base else None
     return figures
 
 
-def nearest(steps: list[int], recorded: list[int]) -> list[int]:
+def select_nearest_steps(steps: list[int], recorded: list[int]) -> list[int]:
     """Of some steps the nearest to recorded ones (both ascending): twice as many as those, and at least ten."""
     if not recorded:
         return steps
@@ -297,7 +297,7 @@ def nearest(steps: list[int], recorded: list[int]) -> list[int]:
     return sorted(ordered[: max(_NEIGHBOURS, 2 * len(recorded))])
 
 
-def _quantile(values: list[int], share: float) -> float | None:
+def _compute_quantile(values: list[int], share: float) -> float | None:
     if not values:
         return None
     ordered = sorted(values)

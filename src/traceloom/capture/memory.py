@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from traceloom.capture.modules import named_parts
-from traceloom.capture.settings import say_once
+from traceloom.capture.modules import iterate_modules
+from traceloom.capture.settings import print_once
 from traceloom.capture.writing import write_atomically, write_json
 
-MOST_ENTRIES = 100_000
+MAX_ENTRIES = 100_000
 """What the allocator keeps, the newest; blocks that are alive keep their stack however old they are."""
-_WANTED = {"context": "alloc", "stacks": "python", "max_entries": MOST_ENTRIES}
+_HISTORY_OPTIONS = {"context": "alloc", "stacks": "python", "max_entries": MAX_ENTRIES}
 
 
 class AllocatorHistory:
@@ -58,12 +58,12 @@ class AllocatorHistory:
             is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
             if is_enabled is None or not is_enabled():  # else the program keeps a history already
                 supported = inspect.signature(torch.cuda.memory._record_memory_history).parameters
-                options = {name: value for name, value in _WANTED.items() if name in supported}
+                options = {name: value for name, value in _HISTORY_OPTIONS.items() if name in supported}
                 torch.cuda.memory._record_memory_history("all", **options)
                 self._ours = True
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
             self.problem = f"the allocator keeps no history, so that blocks have no stacks: {error}"
-            say_once("no-memory-history", self.problem)
+            print_once("no-memory-history", self.problem)
 
     def save(self, path: Path) -> bool:
         """Write a snapshot with the history, whole or not at all; False where the device is not in use.
@@ -88,16 +88,16 @@ class AllocatorHistory:
 
 
 COLUMNS = ("address", "bytes", "device_type", "device", "owner", "name")
-MOST_ROWS = 10_000
-MOST_NODES = 200_000  # of the graph of a forward pass: some seconds
-_SAVED = "_raw_saved_"
-_MOST_PARTS = 16
+MAX_ROWS = 10_000
+MAX_NODES = 200_000  # of the graph of a forward pass: some seconds
+_SAVED_PREFIX = "_raw_saved_"
+_MAX_PARTS = 16
 
 Row = tuple[int, int, str, int, str, str]
 Owned = tuple[str, str, torch.Tensor]
 
 
-def census() -> dict[str, list[Any]]:
+def list_live_storages() -> dict[str, list[Any]]:
     """All live storages that Python can reach, as columns (`COLUMNS`), the largest first; a storage counts once.
 
     Beyond `MOST_ROWS` the small ones are added up, with address 0.
@@ -109,8 +109,8 @@ def census() -> dict[str, list[Any]]:
     kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     objects = [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
     rows: dict[tuple[str, int], Row] = {}
-    for owner, name, owned in _owned(objects):
-        for tensor in _plain(owned):
+    for owner, name, owned in _iterate_owned(objects):
+        for tensor in _unwrap_tensor(owned):
             try:
                 storage = tensor.untyped_storage()
                 size, address, at = storage.nbytes(), storage.data_ptr(), storage.device
@@ -120,9 +120,9 @@ def census() -> dict[str, list[Any]]:
                 number = -1 if at.index is None else at.index
                 rows.setdefault((at.type, address), (address, size, at.type, number, owner, name))
     ordered = sorted(rows.values(), key=lambda row: -row[1])
-    kept = ordered[:MOST_ROWS]
+    kept = ordered[:MAX_ROWS]
     smallest: dict[tuple[str, int, str], list[int]] = {}
-    for _, size, device_type, device, owner, _ in ordered[MOST_ROWS:]:
+    for _, size, device_type, device, owner, _ in ordered[MAX_ROWS:]:
         entry = smallest.setdefault((device_type, device, owner), [0, 0])
         entry[0] += size
         entry[1] += 1
@@ -131,7 +131,7 @@ def census() -> dict[str, list[Any]]:
     return {name: [row[k] for row in kept] for k, name in enumerate(COLUMNS)}
 
 
-def live_bytes(columns: dict[str, list[Any]]) -> dict[str, int]:
+def count_live_bytes(columns: dict[str, list[Any]]) -> dict[str, int]:
     """Bytes of a census by device, as `cpu` or `cuda:0`."""
     total: dict[str, int] = {}
     for size, kind, number in zip(columns["bytes"], columns["device_type"], columns["device"], strict=True):
@@ -140,7 +140,7 @@ def live_bytes(columns: dict[str, list[Any]]) -> dict[str, int]:
     return total
 
 
-def _owned(objects: list[Any]) -> Iterator[Owned]:
+def _iterate_owned(objects: list[Any]) -> Iterator[Owned]:
     """(owner, name, tensor), the surest owner first."""
     modules = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
@@ -148,7 +148,7 @@ def _owned(objects: list[Any]) -> Iterator[Owned]:
     names: dict[int, str] = {}
     gradients: list[tuple[str, torch.Tensor]] = []
     for root in roots:
-        for path, module in named_parts(root):
+        for path, module in iterate_modules(root):
             for name, tensor in module._parameters.items():
                 if tensor is None:
                     continue
@@ -157,7 +157,7 @@ def _owned(objects: list[Any]) -> Iterator[Owned]:
                 if tensor.grad is not None:
                     gradients.append((f"{path}.{name}.grad", tensor.grad))
     for root in roots:
-        for path, module in named_parts(root):
+        for path, module in iterate_modules(root):
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     yield "buffer", f"{path}.{name}", tensor
@@ -179,12 +179,12 @@ def _owned(objects: list[Any]) -> Iterator[Owned]:
                 nodes.append(tensor.grad_fn)
             elif tensor.grad is not None:
                 yield "gradient", "(no module)", tensor.grad
-    yield from _kept_by_autograd(nodes)
+    yield from _iterate_saved_tensors(nodes)
     for tensor in tensors:
         yield "other", f"{type(tensor).__name__} {list(tensor.shape)}", tensor
 
 
-def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
+def _iterate_saved_tensors(todo: list[Any]) -> Iterator[Owned]:
     """What the graphs of forward passes have saved for their backward passes, in at most `MOST_NODES` nodes.
 
     Nothing is computed or changed: saved tensors are looked at as they lie there, unpacked by no hook. Whether the
@@ -192,7 +192,7 @@ def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
     """
     seen: set[Any] = set()
     saved_by: dict[type, list[str]] = {}
-    while todo and len(seen) < MOST_NODES:
+    while todo and len(seen) < MAX_NODES:
         node = todo.pop()
         if node is None or node in seen:
             continue
@@ -200,7 +200,7 @@ def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
         todo.extend(following for following, _ in node.next_functions)
         kind = type(node)
         if kind not in saved_by:
-            saved_by[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
+            saved_by[kind] = [name for name in dir(kind) if name.startswith(_SAVED_PREFIX)]
         for name in saved_by[kind]:
             try:
                 value = getattr(node, name)
@@ -218,10 +218,10 @@ def _kept_by_autograd(todo: list[Any]) -> Iterator[Owned]:
             yield "activation", f"kept for backward by {node.name()}", leaf
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _unwrap_tensor(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor itself; for one made of others (the shard in a `DTensor`), those."""
     todo = [tensor]
-    for _ in range(_MOST_PARTS):
+    for _ in range(_MAX_PARTS):
         if not todo:
             return
         current = todo.pop()
@@ -242,7 +242,7 @@ _CPU = re.compile(
 )
 _CUDA = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
-MOST_FRAMES = 40
+MAX_FRAMES = 40
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -250,7 +250,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return error is not None and (type(error).__name__ == "OutOfMemoryError" or bool(_CPU.search(str(error))))
 
 
-def asked_bytes(error: BaseException) -> int | None:
+def parse_requested_bytes(error: BaseException) -> int | None:
     """What was asked for in vain; None where the message does not say."""
     text = str(error)
     cpu = _CPU.search(text)
@@ -279,19 +279,19 @@ def write(path: Path, error: BaseException, steps: int) -> None:
         "version": VERSION,
         "time_ns": time.time_ns(),
         "step": steps,
-        "asked_bytes": asked_bytes(error),
+        "asked_bytes": parse_requested_bytes(error),
         "message": str(error)[:4000],
-        "stack": stack[-MOST_FRAMES:],
-        "devices": devices(),
-        "live_storages": census(),
+        "stack": stack[-MAX_FRAMES:],
+        "devices": describe_memory(),
+        "live_storages": list_live_storages(),
     }
     try:
         write_json(path, document)
     except OSError as problem:
-        say_once("no-memory-report", f"the memory report could not be written: {problem.strerror or problem}")
+        print_once("no-memory-report", f"the memory report could not be written: {problem.strerror or problem}")
 
 
-def devices() -> list[dict[str, Any]]:
+def describe_memory() -> list[dict[str, Any]]:
     """What the allocators and the devices say of themselves."""
     import torch
 
@@ -317,7 +317,7 @@ def devices() -> list[dict[str, Any]]:
     return out
 
 
-def last_error() -> BaseException | None:
+def get_last_error() -> BaseException | None:
     """The exception that ends the process, as Python's interpreter leaves it for those who run at exit."""
     error = getattr(sys, "last_value", None)
     return error if isinstance(error, BaseException) else None

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from traceloom.capture.kineto import annotate
 from traceloom.capture.scope import MODULE_PREFIX, scope
 
-INNER = {
+WRAPPER_ATTRIBUTES = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
@@ -36,21 +36,21 @@ INNER = {
 """Classes of PyTorch, and the attribute that holds what they stand around."""
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
     """The module that the user wrote, without all wrappers around it."""
     while True:
-        inner = _inner(module)
+        inner = _get_wrapped_module(module)
         if inner is None:
             return module
         module = inner
 
 
-def class_name(module: torch.nn.Module) -> str:
+def get_class_name(module: torch.nn.Module) -> str:
     """The name of the class that the user wrote.
 
     `fully_shard` and `replicate` give a module a class of their own, made of one of PyTorch's and that of the user.
     """
-    kind = type(unwrapped(module))
+    kind = type(unwrap_module(module))
     while len(kind.__bases__) == 2 and all(
         cls.__module__.startswith("torch.distributed.") for cls in (kind, kind.__bases__[0])
     ):
@@ -58,20 +58,20 @@ def class_name(module: torch.nn.Module) -> str:
     return kind.__name__
 
 
-def named_parts(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def iterate_modules(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """All modules below one with their paths, as `named_modules` gives them: `GPT.blocks.0`, from the class's name on.
 
     Wrappers have the path of what they stand around. Each module comes once, parents before children.
     """
     seen: set[int] = set()
-    todo = [(class_name(root), root)]
+    todo = [(get_class_name(root), root)]
     while todo:
         path, module = todo.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
         yield path, module
-        inner = _inner(module)
+        inner = _get_wrapped_module(module)
         todo.extend(
             (path if child is inner else f"{path}.{name}", child)
             for name, child in reversed(module._modules.items())
@@ -79,10 +79,10 @@ def named_parts(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         )
 
 
-def _inner(module: torch.nn.Module) -> torch.nn.Module | None:
+def _get_wrapped_module(module: torch.nn.Module) -> torch.nn.Module | None:
     for kind in type(module).__mro__:
-        if kind.__name__ in INNER and kind.__module__.startswith("torch."):
-            return module._modules.get(INNER[kind.__name__])
+        if kind.__name__ in WRAPPER_ATTRIBUTES and kind.__module__.startswith("torch."):
+            return module._modules.get(WRAPPER_ATTRIBUTES[kind.__name__])
     return None
 
 
@@ -138,16 +138,16 @@ class ModuleScopes:
         # Compiled code has no modules of its own. Asked first, so that the compiler never sees the flag.
         if torch.compiler.is_compiling() or not self._on or isinstance(module, torch.fx.GraphModule):
             return
-        stack, inner = self._stack(), unwrapped(module)
+        stack, inner = self._stack(), unwrap_module(module)
         around = stack[-1] if stack else None
         if around is not None and around.inner is inner and around.module is not inner:
             return  # the wrapper around it has opened its scope
-        name = self._paths.get(inner) if self._by_path else class_name(inner)
+        name = self._paths.get(inner) if self._by_path else get_class_name(inner)
         if name is None:  # nobody above has named it
-            for path, part in named_parts(inner):
+            for path, part in iterate_modules(inner):
                 if part not in self._paths:
                     self._paths[part] = path
-            name = self._paths.get(inner, class_name(inner))
+            name = self._paths.get(inner, get_class_name(inner))
         outer = self._paths.get(around.inner) if self._by_path and around is not None else None
         if outer is not None and name.startswith(f"{outer}."):  # inside the scope of the module around it
             name = name[len(outer) + 1 :]
@@ -175,7 +175,7 @@ class ModuleScopes:
 
 NAME = "traceloom.checkpoint"
 # Who holds the function that checkpoints; each calls it by its own name for it.
-_HOLDERS = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_CHECKPOINT_MODULES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
 _FUNCTION = "_checkpoint_without_reentrant_generator"
 _ORIGINAL = "_traceloom_original"
 
@@ -190,7 +190,7 @@ class CheckpointMarks:
     def start(self) -> None:
         """From now on checkpoints are marked."""
         self._on = True
-        for holder in _HOLDERS:
+        for holder in _CHECKPOINT_MODULES:
             module = sys.modules.get(holder)
             function = vars(module).get(_FUNCTION) if module is not None else None
             if function is not None:

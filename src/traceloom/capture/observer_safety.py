@@ -36,15 +36,15 @@ import torch
 import torch.profiler
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep  # noqa: PTH100, PTH120
-_HARMLESS_PARTS = (
+_SAFE_PATHS = (
     "_compile.py", "amp/", "autograd/profiler.py", "autograd/profiler_legacy.py", "cuda/amp/", "distributed/optim/",
     "multiprocessing/", "nn/", "optim/", "profiler/", "utils/_contextlib.py", "utils/data/",
 )  # fmt: skip
-_HARMLESS = tuple(_TORCH + part.replace("/", os.sep) for part in _HARMLESS_PARTS)
+_SAFE_FILES = tuple(_TORCH + part.replace("/", os.sep) for part in _SAFE_PATHS)
 """Code of PyTorch that calls Python while no operator or annotation of C++ is open around it."""
 
 # Functions of the standard library in which a thread waits; by their file's last parts.
-_WAITING = {
+_WAIT_FUNCTIONS = {
     ("threading.py", "wait"), ("threading.py", "_wait_for_tstate_lock"), ("threading.py", "join"),
     ("queue.py", "get"), ("queue.py", "put"), ("thread.py", "_worker"), ("selectors.py", "select"),
     ("connection.py", "wait"), ("connection.py", "_recv"), ("subprocess.py", "_try_wait"),
@@ -57,7 +57,7 @@ _IDLE_CALLS = {
 
 PATIENCE_SECONDS = 0.02
 """How long the program waits for its other threads to leave an operator; then it goes on as it is."""
-MOST_SETTLE_SECONDS = 1.0
+MAX_SETTLE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.0005
 _RAN_NS = 500_000
 
@@ -78,21 +78,21 @@ def is_safe_to_start(*, every_thread: bool) -> bool:
 
     The recorder of one thread lives in what PyTorch keeps per thread, and a backward pass puts that back as it was.
     """
-    if not every_thread and (outermost_of_torch() is not None or torch._C._current_graph_task_id() != -1):
+    if not every_thread and (find_outermost_torch_frame() is not None or torch._C._current_graph_task_id() != -1):
         return False
-    left = _left[every_thread] = _still(_left[every_thread])
+    left = _left[every_thread] = _filter_open(_left[every_thread])
     if every_thread in _ran:
         end_annotations()
     return not left
 
 
-def stopping(*, every_thread: bool) -> None:
+def remember_open_work(*, every_thread: bool) -> None:
     """A recorder of this kind is about to stop: remember what is open beneath it."""
     _ran.add(every_thread)
     _left[every_thread] += _wait_for(_open(every_thread=every_thread))
 
 
-def nothing_is_open(*, every_thread: bool) -> bool:
+def is_safe_to_stop(*, every_thread: bool) -> bool:
     """Whether a recorder of this kind could stop here and another one begin at once."""
     return not _wait_for(_open(every_thread=every_thread))
 
@@ -110,22 +110,22 @@ def wait_for_other_threads() -> None:
         time.sleep(0.005)
         return
     others.pop(str(threading.get_native_id()), None)
-    deadline = time.monotonic() + MOST_SETTLE_SECONDS
+    deadline = time.monotonic() + MAX_SETTLE_SECONDS
     while time.monotonic() < deadline:
-        others = {task: before for task, before in others.items() if _may_be_inside(f"{tasks}/{task}", before)}
+        others = {task: before for task, before in others.items() if _is_possibly_inside(f"{tasks}/{task}", before)}
         if not others:
             return
         time.sleep(_PAUSE_SECONDS)
 
 
-def outermost_of_torch() -> FrameType | None:
+def find_outermost_torch_frame() -> FrameType | None:
     """The outermost frame of this thread that is PyTorch's and may stand around open operators; None without one."""
-    stack = _stack(_frames().get(threading.get_ident()))
+    stack = _list_frames(_get_frames().get(threading.get_ident()))
     return next((frame for frame in reversed(stack) if _is_inside(frame)), None)
 
 
 @contextlib.contextmanager
-def assume_frame_left(frame: FrameType | None) -> Iterator[None]:
+def ignore_frame(frame: FrameType | None) -> Iterator[None]:
     """For the block this thread is taken to have left a frame that is about to return; None for none."""
     _here.left = frame
     try:
@@ -157,7 +157,7 @@ class _InFrame(NamedTuple):
     frame: int
 
     def is_open(self, frames: dict[int, FrameType]) -> bool:
-        return any(id(frame) == self.frame for frame in _stack(frames.get(self.thread)))
+        return any(id(frame) == self.frame for frame in _list_frames(frames.get(self.thread)))
 
 
 class _AtCall(NamedTuple):
@@ -185,7 +185,7 @@ class _Working(NamedTuple):
             return False
 
 
-def _stack(frame: FrameType | None) -> list[FrameType]:
+def _list_frames(frame: FrameType | None) -> list[FrameType]:
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -199,12 +199,12 @@ _Open = _InFrame | _AtCall | _Working
 
 def _open(*, every_thread: bool) -> list[_Open]:
     own_ident = threading.get_ident()
-    frames = _frames()
+    frames = _get_frames()
     open_: list[_Open] = [
         _InFrame(thread, id(frame))
         for thread, top in frames.items()
         if every_thread or thread == own_ident
-        for frame in _stack(top)
+        for frame in _list_frames(top)
         if _is_inside(frame)
     ]
     if not every_thread:
@@ -213,14 +213,14 @@ def _open(*, every_thread: bool) -> list[_Open]:
     for ident, top in frames.items():
         thread = threads.get(ident)
         is_own = thread is not None and thread.name.startswith("traceloom-")
-        if ident != own_ident and not is_own and not _waits(top, thread.native_id if thread is not None else None):
+        if ident != own_ident and not is_own and not _is_waiting(top, thread.native_id if thread is not None else None):
             open_.append(_AtCall(ident, id(top), top.f_lasti))
     open_ += [_Working(weakref.ref(work)) for work in list(_works)]
     return open_
 
 
-def _still(open_: list[_Open]) -> list[_Open]:
-    frames = _frames() if open_ else {}
+def _filter_open(open_: list[_Open]) -> list[_Open]:
+    frames = _get_frames() if open_ else {}
     return [entry for entry in open_ if entry.is_open(frames)]
 
 
@@ -228,16 +228,16 @@ def _wait_for(open_: list[_Open]) -> list[_Open]:
     """Wait a moment for these to end; returns what is still open. What this thread is in itself cannot end here."""
     own_ident = threading.get_ident()
     deadline = time.monotonic() + PATIENCE_SECONDS
-    open_ = _still(open_)
+    open_ = _filter_open(open_)
     while open_ and time.monotonic() < deadline:
         if all(isinstance(entry, _InFrame) and entry.thread == own_ident for entry in open_):
             break
         time.sleep(_PAUSE_SECONDS)
-        open_ = _still(open_)
+        open_ = _filter_open(open_)
     return open_
 
 
-def _frames() -> dict[int, FrameType]:
+def _get_frames() -> dict[int, FrameType]:
     """The innermost frame of each thread, without those that this thread has `left`."""
     frames = dict(sys._current_frames())
     frame = getattr(_here, "left", None)
@@ -251,15 +251,15 @@ def _frames() -> dict[int, FrameType]:
 
 def _is_inside(frame: FrameType) -> bool:
     code = frame.f_code
-    if not code.co_filename.startswith(_TORCH) or code.co_filename.startswith(_HARMLESS):
+    if not code.co_filename.startswith(_TORCH) or code.co_filename.startswith(_SAFE_FILES):
         return False
     # What only keeps the compiler out opens nothing.
     return not getattr(code, "co_qualname", "").startswith("DisableContext.")
 
 
-def _waits(top: FrameType, native: int | None) -> bool:
+def _is_waiting(top: FrameType, native: int | None) -> bool:
     """Whether a thread waits for something that is no operator."""
-    if (os.path.basename(top.f_code.co_filename), top.f_code.co_name) in _WAITING:  # noqa: PTH119
+    if (os.path.basename(top.f_code.co_filename), top.f_code.co_name) in _WAIT_FUNCTIONS:  # noqa: PTH119
         return True
     if native is None or not _IDLE_CALLS:
         return False
@@ -280,7 +280,7 @@ def run_ns(task: str) -> int | None:
         return None
 
 
-def _may_be_inside(task: str, before: int | None) -> bool:
+def _is_possibly_inside(task: str, before: int | None) -> bool:
     try:
         with open(f"{task}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123
             state = file.read().rpartition(")")[2].split()[0]
@@ -391,7 +391,7 @@ class ProfilerHooks:
             finally:
                 if not is_own_recorder_active() and profiler is not None:
                     options = getattr(profiler, "experimental_config", None)
-                    stopping(every_thread=bool(getattr(options, "profile_all_threads", False)))
+                    remember_open_work(every_thread=bool(getattr(options, "profile_all_threads", False)))
                     self._leave(id(profiler))
 
         return stopped

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from traceloom.capture import distributed, environment, manifest, memory, writing
 from traceloom.capture import manifest as kernel_sources
 from traceloom.capture.main_thread import is_child_of_multiprocessing
-from traceloom.capture.memory import AllocatorHistory, live_bytes
-from traceloom.capture.settings import WARM_UP_STEPS, Settings, say_once
+from traceloom.capture.memory import AllocatorHistory, count_live_bytes
+from traceloom.capture.settings import WARM_UP_STEPS, Settings, print_once
 from traceloom.capture.steps import Mark, StepClock, StepLog
 
 if TYPE_CHECKING:
@@ -88,9 +88,13 @@ class CaptureOutput:
 
     def look_around(self) -> None:
         """Note the place in the job and the groups; at its end a program may have left them already."""
-        self._place = distributed.rank_and_world() if distributed.module() or self._place[0] is None else self._place
-        self._groups = distributed.groups() or self._groups
-        self._job = distributed.job() or self._job
+        self._place = (
+            distributed.read_rank_and_world()
+            if distributed.get_distributed() or self._place[0] is None
+            else self._place
+        )
+        self._groups = distributed.describe_groups() or self._groups
+        self._job = distributed.identify_job() or self._job
 
     def stem(self) -> str:
         """The name in front of all files of this process, taken when first needed."""
@@ -100,7 +104,7 @@ class CaptureOutput:
             notes = self.directory / writing.NOTES
             try:
                 notes.mkdir(parents=True, exist_ok=True)
-                self._stem = writing.claim_name(self.directory, rank, is_child=distributed.is_child())
+                self._stem = writing.reserve_name(self.directory, rank, is_child=distributed.is_child())
             except OSError:
                 self._stem = f"rank{rank or 0}"  # nothing can be written there; the files will go elsewhere
         return self._stem
@@ -160,7 +164,7 @@ class CaptureOutput:
             "kind": window.kind,
             "first_step": window.first_step if steps else None,
             "step_count": steps,
-            "start_ns": window.start_ns if steps else _first_operator_ns(plain) or window.start_ns,
+            "start_ns": window.start_ns if steps else _read_first_operator_ns(plain) or window.start_ns,
             "end_ns": window.end_ns,
         }
         if window.kind == "early" and self._settings.stacks:
@@ -168,7 +172,7 @@ class CaptureOutput:
             self._notices.append({"slug": "no-early-stacks", "message": message})
         self._collectives, self._census, self._last_census = window.collectives, window.census, window.last_census
         self._thread_cpu, self._shapes = window.thread_cpu, window.shapes
-        self._allocators = memory.devices() if self._settings.memory else None
+        self._allocators = memory.describe_memory() if self._settings.memory else None
         if self._out_of_memory is None:  # else it is written, as it was at that instant
             self._memory_snapshot()
         table = self._window
@@ -207,9 +211,9 @@ class CaptureOutput:
         memory.write(path, error, steps)
         self._out_of_memory = {"file": path.name}
         self._memory_snapshot()
-        requested = memory.asked_bytes(error)
+        requested = memory.parse_requested_bytes(error)
         amount = "" if requested is None else f" when {requested / 1e6:.4g} MB were asked for"
-        say_once("out-of-memory", f"memory ran out{amount}; see: traceloom memory {self._settings.shown}")
+        print_once("out-of-memory", f"memory ran out{amount}; see: traceloom memory {self._settings.shown}")
 
     def forget(self) -> None:
         """The numbers of the steps begin anew: what was kept has lost its place."""
@@ -246,8 +250,8 @@ class CaptureOutput:
         except OSError as error:
             for half in plain.parent.glob(f"{plain.name}*.tmp"):
                 half.replace(plain)
-            message = f"`{plain}` could not be written to its end: {writing.reason(error, plain.parent)}"
-            say_once("disk-full", message)
+            message = f"`{plain}` could not be written to its end: {writing.describe_write_error(error, plain.parent)}"
+            print_once("disk-full", message)
             self._notices.append({"slug": "disk-full", "message": message})
             return False
         return True
@@ -260,11 +264,13 @@ class CaptureOutput:
 
     def _copy_sources(self, table: dict[str, Any], plain: Path) -> None:
         """Put the sources of compiled kernels beside the host trace, wherever that is."""
-        folder = (self.directory / table["host_file"]).parent / f"{self.stem()}{kernel_sources.FOLDER}"
+        folder = (self.directory / table["host_file"]).parent / f"{self.stem()}{kernel_sources.SOURCES_SUFFIX}"
         try:
             copied = kernel_sources.copy_sources(plain, folder)
         except OSError as error:
-            self._notices.append({"slug": "sources-left-out", "message": writing.reason(error, folder.parent)})
+            self._notices.append(
+                {"slug": "sources-left-out", "message": writing.describe_write_error(error, folder.parent)}
+            )
             return
         table["sources"] = [f"{folder.name}/{name}" for name in copied.files]
         if copied.left_out:
@@ -287,7 +293,7 @@ class CaptureOutput:
             self.history.save(self.directory / f"{self.stem()}.memory.pickle")
         except (OSError, RuntimeError) as error:
             message = f"the allocator's snapshot could not be written: {error}"
-            say_once("no-memory-snapshot", message)
+            print_once("no-memory-snapshot", message)
             self._notices.append({"slug": "no-memory-snapshot", "message": message})
 
     def _publish(self, reason: str) -> None:
@@ -301,8 +307,8 @@ class CaptureOutput:
             path = self._places.refuge() / name
             writing.write_json(path, part)
             where = f"what was recorded is in `{path.parent}`"
-            why = writing.reason(error, self.directory)
-            say_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
+            why = writing.describe_write_error(error, self.directory)
+            print_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
             self._notices.append({"slug": "capture-moved", "message": f"{name} is in {path.parent}"})
 
     def part(self, reason: str) -> dict[str, Any]:
@@ -336,12 +342,12 @@ class CaptureOutput:
             "steps": self._table("steps", self._log.to_dict(), "start_ns"),
             "collectives": self._table("collectives", self._collectives, "start_ns"),
             "thread_cpu": self._table("thread_cpu", self._thread_cpu, "thread"),
-            "live_bytes_at_start": None if self._census is None else live_bytes(self._census),
+            "live_bytes_at_start": None if self._census is None else count_live_bytes(self._census),
             "live_storages_at_start": self._census,
             "live_storages_at_end": self._last_census,
             "allocators_at_end": self._allocators,
             "out_of_memory": self._out_of_memory,
-            "overhead": manifest.overhead(self._log, WARM_UP_STEPS),
+            "overhead": manifest.compute_overhead(self._log, WARM_UP_STEPS),
             "notices": self._notices,
         }
 
@@ -357,7 +363,7 @@ class CaptureOutput:
         return {"file": self._places.compress(path).name, "rows": rows}
 
 
-def _first_operator_ns(path: Path) -> int | None:
+def _read_first_operator_ns(path: Path) -> int | None:
     """When the first operator of a trace in plain JSON began (PyTorch sorts them), in Unix nanoseconds."""
     with path.open("rb") as file:
         head = file.read(_PIECE)

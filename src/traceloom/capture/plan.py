@@ -22,7 +22,7 @@ from traceloom.capture.settings import DEFAULT_DURATION_SECONDS, Settings
 
 FRESH_SECONDS = 2.0
 """What came longer than that before the first module call is set aside: imports and data, not the work itself."""
-MOST_POSTPONED = 10
+MAX_POSTPONED = 10
 RETRY_SECONDS = 0.25
 
 
@@ -162,7 +162,7 @@ class RecordingPlan:
             return self._begin(Phase.WINDOW, now, number)
         # from the early part to the window
         if not self._settings.from_the_start:
-            if self._may_cross() or self._postponed >= MOST_POSTPONED:
+            if self._may_cross() or self._postponed >= MAX_POSTPONED:
                 return [Action.DISCARD, *self._begin(Phase.WINDOW, now, number)]
             if self._settings.stacks:  # the early part has none; the next step may be a better moment
                 self._postponed += 1

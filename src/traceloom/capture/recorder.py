@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 import torch
 
 from traceloom.capture import distributed, kineto, memory, observer_safety
-from traceloom.capture.kineto import never_traced, pause
-from traceloom.capture.main_thread import on_main_thread, on_main_thread_later
-from traceloom.capture.memory import census
+from traceloom.capture.kineto import exclude_from_tracing, pause
+from traceloom.capture.main_thread import run_on_main_thread, run_on_main_thread_later
+from traceloom.capture.memory import list_live_storages
 from traceloom.capture.modules import CheckpointMarks, ModuleScopes
 from traceloom.capture.output import CaptureOutput, FallbackTrace
 from traceloom.capture.plan import Action, Phase, RecordingPlan
 from traceloom.capture.processor_time import ThreadTimes
-from traceloom.capture.settings import Settings, say_once
+from traceloom.capture.settings import Settings, print_once
 from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, Tick
 
 # Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who needs more stays.
@@ -61,7 +61,7 @@ class RecordedWindow:
     last_census: dict[str, list[Any]] | None = None
 
 
-def never_raise(method: _F) -> _F:
+def guard_errors(method: _F) -> _F:
     """Whatever goes wrong in here must not reach the user's program."""
 
     @functools.wraps(method)
@@ -74,14 +74,14 @@ def never_raise(method: _F) -> _F:
                 return method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
             self.broken = True
-            say_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
+            print_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
             self.give_up()
             return None
         finally:
             if pause is not None:
                 pause(tracing)
 
-    return never_traced(guarded)  # type: ignore[return-value]
+    return exclude_from_tracing(guarded)  # type: ignore[return-value]
 
 
 class _WorkLock:
@@ -153,12 +153,12 @@ class Recorder:
 
     # ---- what happens in the program
 
-    @never_raise
+    @guard_errors
     def torch_imported(self) -> None:
         """The process can use torch from now on, and recording needs no device that it does not use."""
         self._turn(self.plan.torch_imported(time.monotonic()), between_steps=self.log.number == 0)
 
-    @never_raise
+    @guard_errors
     def first_call(self) -> None:
         """The process calls a module, makes an optimizer step or enters a recorded block for the first time."""
         self._called = True
@@ -170,53 +170,53 @@ class Recorder:
                 kineto.mark(0)
         self._turn(actions, between_steps=self.log.number == 0)
 
-    @never_raise
+    @guard_errors
     def optimizer_stepped(self, optimizer: Any, frame: Any = None) -> None:
         """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that step is open."""
         self.used_torch = True
         self._boundary(self.clock.optimizer_stepped(optimizer), frame)
 
-    @never_raise
+    @guard_errors
     def backward_ended(self) -> None:
         """A backward pass is over, in a program without an optimizer."""
         self.used_torch = True
         self._boundary(self.clock.backward_ended(), None)
 
-    @never_raise
+    @guard_errors
     def step_called(self) -> None:
         """`traceloom.step()`."""
         self.used_torch = True
         self._boundary(self.clock.called(), None)
 
-    @never_raise
+    @guard_errors
     def profiler_stepped(self) -> None:
         """The user's profiler is about to make a step."""
         self._boundary(self.clock.profiler_stepped(), None)
 
-    @never_raise
+    @guard_errors
     def profiler_has_stepped(self) -> None:
         """The user's profiler has made its step: what it did there belongs to no step."""
         if self.clock.source == "profiler" and not self.plan.recording:
             self.log.begin(Instant.now())
 
-    @never_raise
+    @guard_errors
     def foreign_profiler(self, with_stack: bool) -> None:
         """The user's profiler is about to start; one with stacks would show whatever of ours runs meanwhile."""
         actions = self.plan.foreign_profiler()
         if actions:
-            say_once("yielded", "your own profiler starts: ours stops now and goes on afterwards")
+            print_once("yielded", "your own profiler starts: ours stops now and goes on afterwards")
         self._turn(actions, between_steps=False)
         if with_stack:
             self.storage.rest()
             self.attachment.suspend()
 
-    @never_raise
+    @guard_errors
     def foreign_profiler_ended(self) -> None:
         """The user's profiler has stopped."""
         self.attachment.resume()
         self._turn(self.plan.foreign_profiler_ended(time.monotonic()), between_steps=False)
 
-    @never_raise
+    @guard_errors
     def tick(self) -> None:
         """Some time has passed; called on the main thread."""
         actions = self.plan.at_time(time.monotonic())
@@ -226,13 +226,13 @@ class Recorder:
             enough = held is not None and held.operators >= ENOUGH_OPERATORS
             self._turn(self.plan.held(time.monotonic(), enough=enough), between_steps=False)
 
-    @never_raise
+    @guard_errors
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """The process or the recording ends, with `error` if it ends by one: keep what there is. Runs once."""
         if self._finished:
             return
         self._finished = True
-        error = error or memory.last_error()
+        error = error or memory.get_last_error()
         if self.settings.memory and error is not None and memory.is_out_of_memory(error):
             self.storage.keep_out_of_memory(error, self.log.number)
         self._turn(self.plan.finish(), between_steps=False)
@@ -248,7 +248,7 @@ class Recorder:
         self.storage.finish(reason, used_torch=self.used_torch, began=self._began)
         self.storage.history.end()
 
-    @never_raise
+    @guard_errors
     def abandon(self) -> None:
         """This process turns out to be none that should be recorded: stop, and leave nothing behind."""
         self._finished = True
@@ -296,19 +296,19 @@ class Recorder:
         if not actions and not self.plan.recording:
             return
         # Cross to the next step where nothing of PyTorch is open around us: no annotation, no backward pass.
-        frame = observer_safety.outermost_of_torch() or frame if actions else frame
+        frame = observer_safety.find_outermost_torch_frame() or frame if actions else frame
         stacks = self.settings.stacks and Action.START in actions
         if self._window is None or not self._window.stacks:
-            after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
+            run_after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
             return
         # PyTorch's stack recorder has the very hook by which the annotation's end is told: end it here, go on after it.
         ending = [action for action in actions if action not in _STARTS]
         starting = [action for action in actions if action in _STARTS]
         self._cross(number, ending)
         if starting:
-            after_annotation(frame, lambda: self._cross(number, starting), outside=stacks)
+            run_after_annotation(frame, lambda: self._cross(number, starting), outside=stacks)
 
-    @never_raise
+    @guard_errors
     def _cross(self, number: int, actions: list[Action]) -> None:
         """The work between two steps; the next step begins after it."""
         if self._finished:  # it had been put off, and the program has ended in the meantime
@@ -370,13 +370,15 @@ class Recorder:
 
     def _may_cross(self) -> bool:
         """Whether one recorder of the timed part can end and the next one begin, as soon as PyTorch is left."""
-        soon = None if sys.getprofile() is not None else observer_safety.outermost_of_torch()
-        with observer_safety.assume_frame_left(soon):
-            return observer_safety.nothing_is_open(every_thread=True in kineto.kinds(self.settings))
+        soon = None if sys.getprofile() is not None else observer_safety.find_outermost_torch_frame()
+        with observer_safety.ignore_frame(soon):
+            return observer_safety.is_safe_to_stop(every_thread=True in kineto.list_recorder_kinds(self.settings))
 
     def _start(self, *, between_steps: bool) -> bool:
         settings = self.settings
-        kinds = [kind for kind in kineto.kinds(settings) if observer_safety.is_safe_to_start(every_thread=kind)]
+        kinds = [
+            kind for kind in kineto.list_recorder_kinds(settings) if observer_safety.is_safe_to_start(every_thread=kind)
+        ]
         if not kinds:
             return False
         kind = "early" if self.plan.phase is Phase.EARLY else "steps"
@@ -399,7 +401,7 @@ class Recorder:
             stacks=chosen.stacks,
             shapes=shapes,
             called=self._called,
-            census=census() if settings.memory else None,
+            census=list_live_storages() if settings.memory else None,
         )
         self._every_thread, self._began = kinds[0], True
         self._collectives.start()
@@ -427,7 +429,7 @@ class Recorder:
         self._checkpoints.stop()
         if not self._stopped(window.kineto.stop):
             return None
-        window.last_census = census() if self.settings.memory else None
+        window.last_census = list_live_storages() if self.settings.memory else None
         return window
 
     def _stopped(self, stop: Callable[[], None]) -> bool:
@@ -441,8 +443,8 @@ class Recorder:
                 stop()
                 done.set()
 
-            if not (on_main_thread(stop_on_main) and done.wait(2.0)):
-                say_once(
+            if not (run_on_main_thread(stop_on_main) and done.wait(2.0)):
+                print_once(
                     "other-thread",
                     "recording was begun on a thread that cannot be reached, and this PyTorch ends it there only: "
                     "nothing more is recorded; give the steps (`--steps 3..8`), to begin on the thread that trains",
@@ -476,7 +478,7 @@ class Recorder:
 
     def _start_graph(self) -> bool:
         # Not of the window's kind, whose annotations may still be open, where there is another one.
-        every = sorted(kineto.kinds(replace(self.settings, memory=False)), reverse=not self._every_thread)
+        every = sorted(kineto.list_recorder_kinds(replace(self.settings, memory=False)), reverse=not self._every_thread)
         kinds = [kind for kind in every if observer_safety.is_safe_to_start(every_thread=kind)]
         if not kinds:
             return False
@@ -485,7 +487,7 @@ class Recorder:
         try:
             graph.start()
         except OSError as error:
-            say_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
+            print_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
             return True
         self.graph = graph
         self._checkpoints.start()
@@ -528,7 +530,7 @@ class Recorder:
         return inherits
 
 
-def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:
+def run_after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:
     """Run `call` when `frame` returns, or at once.
 
     Optimizer hooks run inside PyTorch's `Optimizer.step#...` annotation. A recorder stopped in there would leave it
@@ -548,16 +550,16 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
     caller, events, inside, attempts = frame.f_back, 0, True, 0
 
     def soon() -> bool:
-        return threading.current_thread() is threading.main_thread() and on_main_thread(when_outside)
+        return threading.current_thread() is threading.main_thread() and run_on_main_thread(when_outside)
 
     def when_outside() -> None:
         # Python may well begin within the hook what it was told to do soon, or in the midst of what comes next.
         nonlocal attempts
         attempts += 1
-        if not (inside or observer_safety.outermost_of_torch() is not None):
+        if not (inside or observer_safety.find_outermost_torch_frame() is not None):
             call()
         elif attempts > ATTEMPTS:
-            on_main_thread_later(call)
+            run_on_main_thread_later(call)
         elif not soon():
             call()
 
@@ -568,8 +570,8 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
         if left or events > EVENTS_TO_LEAVE:
             sys.setprofile(None)
             if not (outside and soon()):
-                with observer_safety.assume_frame_left(frame if where is frame and event == "return" else None):
+                with observer_safety.ignore_frame(frame if where is frame and event == "return" else None):
                     call()
             inside = False  # last, with nothing called after it
 
-    sys.setprofile(never_traced(watch))
+    sys.setprofile(exclude_from_tracing(watch))

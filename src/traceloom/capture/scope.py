@@ -84,7 +84,7 @@ class scope:  # noqa: N801  (used like a function)
         while at is not None:
             names.append(at.name)
             at = at._outer
-        return _escaped(".".join(reversed(names)))
+        return _escape_name(".".join(reversed(names)))
 
     def __call__(self, function: _F) -> _F:
         """Put a scope of this name around every call of `function`."""
@@ -97,14 +97,14 @@ class scope:  # noqa: N801  (used like a function)
 
             @functools.wraps(function)
             async def coroutine(*args: Any, **kwargs: Any) -> Any:
-                return await _Slices(name, function(*args, **kwargs).__await__())
+                return await _ScopedAwaitable(name, function(*args, **kwargs).__await__())
 
             return coroutine  # type: ignore[return-value]
         if inspect.isgeneratorfunction(function):
 
             @functools.wraps(function)
             def generator(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _slices(name, function(*args, **kwargs)))
+                return (yield from _run_in_slices(name, function(*args, **kwargs)))
 
             return generator  # type: ignore[return-value]
 
@@ -116,17 +116,17 @@ class scope:  # noqa: N801  (used like a function)
         return call  # type: ignore[return-value]
 
 
-class _Slices:
+class _ScopedAwaitable:
     """An awaitable that runs another one within a scope, slice by slice."""
 
     def __init__(self, name: str, inner: Any) -> None:
         self._name, self._inner = name, inner
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return _slices(self._name, self._inner)
+        return _run_in_slices(self._name, self._inner)
 
 
-def _slices(name: str, inner: Any) -> Generator[Any, Any, Any]:
+def _run_in_slices(name: str, inner: Any) -> Generator[Any, Any, Any]:
     """Drive a generator so that each of its slices is one region; the scope is closed while it is suspended."""
     resume: Callable[[], Any] = functools.partial(next, inner)
     while True:
@@ -156,7 +156,7 @@ def _find_profiler() -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _escaped(name: str) -> str:
+def _escape_name(name: str) -> str:
     safe = []
     for letter in name[:MAXIMUM_LENGTH]:
         if letter in '"\\' or not letter.isprintable():

@@ -105,7 +105,7 @@ class Settings:
         }
 
 
-def from_json(text: str) -> Settings:
+def parse_settings(text: str) -> Settings:
     """Read what `Settings.to_json` wrote.
 
     Raises:
@@ -168,14 +168,14 @@ def check_times(after: float | None, duration: float | None, steps: object) -> N
 _said: set[str] = set()
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print one line; a closed or missing standard error must not hurt the user's program."""
     with contextlib.suppress(Exception):
         print(f"traceloom: {sanitize(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def say_once(slug: str, text: str) -> None:
+def print_once(slug: str, text: str) -> None:
     """Print a line at most once in this process."""
     if slug not in _said:
         _said.add(slug)
-        say(f"{text} [{slug}]")
+        print_message(f"{text} [{slug}]")

@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from traceloom.capture.settings import say, say_once
+from traceloom.capture.settings import print_message, print_once
 from traceloom.errors import OutputError
 
 GZIP_LEVEL = 3
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 NOTES = ".recording"  # directory of claims and diagnoses, removed at the end
 
 
-def claim_name(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
+def reserve_name(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
     """Take a name for this process's files that no other process has taken.
 
     `rank<N>`; a second process of the same rank (a restart) becomes `rank<N>-pid<P>`. Of the processes without a rank
@@ -68,7 +68,7 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
-def reason(error: OSError, directory: Path) -> str:
+def describe_write_error(error: OSError, directory: Path) -> str:
     """Why something cannot be written, and as whom: a program may have changed its user since it began."""
     why = error.strerror or str(error)
     if isinstance(error, (PermissionError, FileNotFoundError)) and hasattr(os, "geteuid"):
@@ -119,7 +119,7 @@ class CaptureFolders:
                 self._refuge = Path(tempfile.mkdtemp(prefix="traceloom-"))
             except OSError as error:
                 both = f"neither `{self.directory}` nor the temporary directory can be written"
-                raise OSError(error.errno, f"{both}: {reason(error, self.directory)}") from error
+                raise OSError(error.errno, f"{both}: {describe_write_error(error, self.directory)}") from error
         return self._refuge
 
     def compress(self, plain: Path) -> Path:
@@ -136,18 +136,18 @@ class CaptureFolders:
                     plain.open("rb") as source,
                     gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as sink,
                 ):
-                    shutil.copyfileobj(source, sink, _PIECE)
+                    shutil.copyfileobj(source, sink, _CHUNK_BYTES)
             except OSError as error:
-                why = why or reason(error, folder)
+                why = why or describe_write_error(error, folder)
                 continue
             plain.unlink()
             break
         else:
             target = plain
-            say_once("not-compressed", f"`{plain}` stays uncompressed: {why}")
+            print_once("not-compressed", f"`{plain}` stays uncompressed: {why}")
         if target.parent != self.directory:
             where = f"what was recorded is in `{target.parent}`"
-            say_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
+            print_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
         return target
 
     def leave(self) -> None:
@@ -192,7 +192,7 @@ class BackgroundWriter:
             while self._pending:
                 self._idle.wait(0.25)
                 if not announced and time.monotonic() - started > 1 and sys.stderr and sys.stderr.isatty():
-                    say("writing what was recorded ...")
+                    print_message("writing what was recorded ...")
                     announced = True
 
     def rest(self) -> None:
@@ -214,7 +214,7 @@ class BackgroundWriter:
         try:
             job()
         except Exception as error:  # noqa: BLE001  (the user's program must go on)
-            say_once("write-failed", f"a part of the capture could not be written: {error}")
+            print_once("write-failed", f"a part of the capture could not be written: {error}")
         finally:
             with self._idle:
                 self._pending -= 1

@@ -7,31 +7,31 @@ from collections.abc import Sequence
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import merge, union
+from traceloom.analyze.intervals import merge_intervals, merge_spans
 from traceloom.changes.changes import Change
-from traceloom.changes.scenario import Scenario, covered_ns, exposed
+from traceloom.changes.scenario import Scenario, compute_covered_ns, find_exposed_time
 from traceloom.graph import ABSENT, Plan
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, array, plain, point_times, points
+from traceloom.graph.graph import Graph, get_column_array, get_edge_points, get_point_times, unwrap_array
 from traceloom.trace.array_types import Bools
 
 
-def least_ns(graph: Graph, scenario: Scenario, whole_ns: int) -> int:
+def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> int:
     """The shortest time that a scenario can take.
 
     Args:
         graph: As it was measured.
         scenario: With the changes.
-        whole_ns: How long the graph takes without them.
+        total_ns: How long the graph takes without them.
 
     Returns:
         The work that is left on the busiest stream or thread, or the whole time less the time in which something that
         changed went on, whichever is longer; ns.
     """
-    return max(busiest_lane_ns(scenario), whole_ns - most_saved_ns(graph, scenario))
+    return max(compute_busiest_lane_ns(scenario), total_ns - most_saved_ns(graph, scenario))
 
 
-def busiest_lane_ns(scenario: Scenario) -> int:
+def compute_busiest_lane_ns(scenario: Scenario) -> int:
     """The work that a scenario leaves on the lane that has most of it, ns.
 
     Of work that the next one on its lane overlaps the part before that counts. What runs beside its stream is on none;
@@ -45,13 +45,16 @@ def busiest_lane_ns(scenario: Scenario) -> int:
     )
     if not order.height:
         return 0
-    at, lane = order["node"].to_numpy().astype(np.int64), order["lane"].to_numpy().astype(np.int64)
-    start, duration = order["start_ns"].to_numpy(), plain(array(scenario.graph, nodes["duration_ns"])[at])
+    rows, lane = order["node"].to_numpy().astype(np.int64), order["lane"].to_numpy().astype(np.int64)
+    start, duration = (
+        order["start_ns"].to_numpy(),
+        unwrap_array(get_column_array(scenario.graph, nodes["duration_ns"])[rows]),
+    )
     until = np.minimum(np.append(start[1:], start[-1] + duration[-1]), start + duration)
     until[np.flatnonzero(np.diff(lane))] = (start + duration)[np.flatnonzero(np.diff(lane))]
-    alone = np.divide(np.maximum(until - start, 0), duration, out=np.ones(at.size), where=duration > 0)
-    left = np.maximum(plain(scenario.work_ns[at]), 0) * alone
-    return int(np.bincount(lane, weights=left).max())
+    alone_share = np.divide(np.maximum(until - start, 0), duration, out=np.ones(rows.size), where=duration > 0)
+    remaining_ns = np.maximum(unwrap_array(scenario.work_ns[rows]), 0) * alone_share
+    return int(np.bincount(lane, weights=remaining_ns).max())
 
 
 def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
@@ -61,27 +64,27 @@ def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
     those of its links take that it touches.
     """
     base = Scenario.of(graph)
-    times = point_times(graph)
+    times = get_point_times(graph)
     start, end = times[0::2], times[1::2]
     shorter = scenario.work_ns < base.work_ns
-    source, target = points(graph)
+    source, target = get_edge_points(graph)
     delay = scenario.delay_ns[: target.size]
     less = base.delay_ns - delay
     if scenario.beside.any():  # what waits for the start of work now, waits for what covers it, too
         moved = graph.edges["from_end"].to_numpy() & ~scenario.graph.edges["from_end"].to_numpy()[: target.size]
-        less[moved] += covered_ns(graph, scenario.beside)[source[moved] // 2]
+        less[moved] += compute_covered_ns(graph, scenario.beside)[source[moved] // 2]
     removed = delay <= ABSENT // 2
     earlier = (less > 0) & ~removed
-    held = target[removed] // 2
-    return merge(
-        union(start[shorter], end[shorter]),
-        union(start[held], end[held]),
-        union(times[target[earlier]] - less[earlier], times[target[earlier]]),
-        *exposed(graph, scenario.beside),
+    released = target[removed] // 2
+    return merge_spans(
+        merge_intervals(start[shorter], end[shorter]),
+        merge_intervals(start[released], end[released]),
+        merge_intervals(times[target[earlier]] - less[earlier], times[target[earlier]]),
+        *find_exposed_time(graph, scenario.beside),
     ).total
 
 
-def unknown_wakers(graph: Graph) -> Bools:
+def find_unknown_wakeups(graph: Graph) -> Bools:
     """Edges that end an idle time when it ended, since nothing tells for certain who woke the thread; shape (edges,).
 
     Those of the origin hold a wait's end; guesses hold it by what another thread did long before.
@@ -94,35 +97,37 @@ def unknown_wakers(graph: Graph) -> Bools:
     return unknown
 
 
-def saves_more(before: Scenario, after: Scenario, saved_ns: int, least_ns: int, *plans: Plan) -> bool:
+def is_lower_bound(before: Scenario, after: Scenario, saved_ns: int, min_difference_ns: int, *plans: Plan) -> bool:
     """Whether a change would save more if threads whose waker is unknown waited for nothing.
 
     Args:
         before: Without the change.
         after: With it.
         saved_ns: What it saves as the graph stands.
-        least_ns: A difference that counts, ns.
+        min_difference_ns: A difference that counts, ns.
         *plans: Of the graph of each; or one for both, that of the measured graph.
     """
-    edges = unknown_wakers(before.graph)
+    edges = find_unknown_wakeups(before.graph)
     if not edges.any():
         return False
     free = []
-    for scenario, own in ((before, plans[0]), (after, plans[-1])):
+    for scenario, scenario_plan in ((before, plans[0]), (after, plans[-1])):
         released = scenario.copy()
         released.delay_ns[np.flatnonzero(edges)] = ABSENT
-        free.append(int(np.ptp(released.times(own))))
-    return free[0] - free[1] > saved_ns + least_ns
+        free.append(int(np.ptp(released.times(scenario_plan))))
+    return free[0] - free[1] > saved_ns + min_difference_ns
 
 
-_HOST = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
-_MOST = 2 / 3  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
-_FEWER_EVENTS = ("scale", "remove", "workers")  # what is recorded becomes less with the work
-_HOST_WAITS_NO_MORE = ("graph", "idle")  # the step is the host's no longer, so neither is what recording made it wait
+_HOST_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
+_MAX_RECORDING_SHARE = (
+    2 / 3
+)  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
+_ACTIONS_WITH_FEWER_EVENTS = ("scale", "remove", "workers")  # what is recorded becomes less with the work
+_ACTIONS_FREEING_HOST = ("graph", "idle")  # the step is the host's no longer, so neither is what recording made it wait
 
 
 def unrecorded_saving_ns(
-    graph: Graph, changes: Sequence[Change], saved_ns: int, *, whole_ns: int, ratio: float | None
+    graph: Graph, changes: Sequence[Change], saved_ns: int, *, total_ns: int, ratio: float | None
 ) -> int:
     """A saving of a recorded run, as it is when nobody records.
 
@@ -138,7 +143,7 @@ def unrecorded_saving_ns(
         graph: What the saving was evaluated on.
         changes: What saves.
         saved_ns: What they save on the graph, ns; negative where they cost time.
-        whole_ns: The recorded step or window that the saving is of, ns.
+        total_ns: The recorded step or window that the saving is of, ns.
         ratio: Recorded step / unrecorded step, as measured; None where nobody measured it.
 
     Returns:
@@ -146,23 +151,25 @@ def unrecorded_saving_ns(
     """
     if ratio is None or ratio <= 1:
         return saved_ns
-    of_recording = 1 - 1 / ratio
-    host = graph.nodes_of(*_HOST)
+    recording_share = 1 - 1 / ratio
+    host = graph.nodes_of(*_HOST_KINDS)
     rank = graph.nodes["rank"].rank("dense").fill_null(0).to_numpy()[host]
     recorded = np.bincount(rank)
-    left = np.ones(graph.nodes.height)
+    remaining_share = np.ones(graph.nodes.height)
     less = 0.0
     for change in changes:
-        if change.action in _HOST_WAITS_NO_MORE:
-            less = saved_ns * of_recording
-        elif change.action in _FEWER_EVENTS:
-            left[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
+        if change.action in _ACTIONS_FREEING_HOST:
+            less = saved_ns * recording_share
+        elif change.action in _ACTIONS_WITH_FEWER_EVENTS:
+            remaining_share[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
         elif change.action == "delay":
             late = np.bincount(rank, change.selection.nodes(graph)[host], recorded.size) > 0
-            others = recorded[(recorded > 0) & ~late]
-            usual = np.median(others) if others.size else np.inf
-            left[host] *= np.where(late, np.minimum(usual / np.maximum(recorded, 1), 1.0), 1.0)[rank]
-    recording_ns = whole_ns * of_recording * np.bincount(rank, 1 - left[host]) / np.maximum(recorded, 1)
+            other_recorded = recorded[(recorded > 0) & ~late]
+            typical = np.median(other_recorded) if other_recorded.size else np.inf
+            remaining_share[host] *= np.where(late, np.minimum(typical / np.maximum(recorded, 1), 1.0), 1.0)[rank]
+    recording_ns = total_ns * recording_share * np.bincount(rank, 1 - remaining_share[host]) / np.maximum(recorded, 1)
     if recording_ns.size:
         less = max(less, float(recording_ns.max())) if saved_ns >= 0 else min(less, float(recording_ns.min()))
-    return saved_ns - round(min(max(less, min(_MOST * saved_ns, 0)), max(_MOST * saved_ns, 0)))
+    return saved_ns - round(
+        min(max(less, min(_MAX_RECORDING_SHARE * saved_ns, 0)), max(_MAX_RECORDING_SHARE * saved_ns, 0))
+    )

@@ -16,14 +16,14 @@ from difflib import get_close_matches
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.kernel_rules import KINDS, Matcher, built_in_kind_rules
+from traceloom.analyze.kernel_rules import WORK_KINDS, KindMatcher, load_built_in_kind_rules
 from traceloom.errors import UsageError
 from traceloom.graph import graph as gs
 from traceloom.graph.graph import Graph
 from traceloom.trace.array_types import Bools
 from traceloom.trace.frames import contains
 
-TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
+NODE_TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
     "kernels": ((gs.KERNEL,), "kernels that compute"),
     "copies": ((gs.COPY, gs.FILL), "copies and fills on the device"),
     "gpu": ((gs.KERNEL, gs.COPY, gs.FILL), "all work of the device but communication"),
@@ -38,7 +38,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
 """Word -> the kinds of nodes it means, and its meaning."""
 DEVICE_TARGETS = ("kernels", "copies", "gpu", "collectives")
 
-LOADING = r"enumerate\(DataLoader\)#|_BaseDataLoaderIter|DataLoader"
+DATA_LOADING_PATTERN = r"enumerate\(DataLoader\)#|_BaseDataLoaderIter|DataLoader"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,26 @@ class Selection:
         Raises:
             UsageError: slug `bad-change`: the pattern is none.
         """
-        kinds, _ = TARGETS[self.target]
-        chosen = graph.nodes_of(*kinds)
+        kinds, _ = NODE_TARGETS[self.target]
+        selected = graph.nodes_of(*kinds)
         if self.target == "loading":
-            chosen &= named(graph, LOADING)
+            selected &= match_node_names(graph, DATA_LOADING_PATTERN)
         if self.pattern:
-            chosen &= named(graph, self.pattern)
+            selected &= match_node_names(graph, self.pattern)
         if self.ranks:
-            chosen &= np.isin(graph.rank_numbers, self.ranks)
-        return chosen
+            selected &= np.isin(graph.rank_numbers, self.ranks)
+        return selected
 
-    def nearest(self, graph: Graph, most: int = 3) -> list[str]:
+    def nearest(self, graph: Graph, limit: int = 3) -> list[str]:
         """Names that the selection could mean where it means nothing: the most alike, else those of the most work."""
-        everything = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
-        work = graph.nodes.filter(everything).group_by("name").agg(pl.col("work_ns").sum()).drop_nulls()
+        is_candidate = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
+        work = graph.nodes.filter(is_candidate).group_by("name").agg(pl.col("work_ns").sum()).drop_nulls()
         names: list[str] = work.sort("work_ns", "name", descending=[True, False])["name"].to_list()
-        alike = {name.lower(): name for name in reversed(names)}
+        names_by_lower_case = {name.lower(): name for name in reversed(names)}
         pattern = re.sub(r"[^\w:]+", " ", self.pattern).lower()
-        return [alike[name] for name in get_close_matches(pattern, alike, most, 0.4)] or names[:most]
+        return [
+            names_by_lower_case[name] for name in get_close_matches(pattern, names_by_lower_case, limit, 0.4)
+        ] or names[:limit]
 
     def __str__(self) -> str:
         ranks = f"rank {','.join(map(str, self.ranks))} " if self.ranks else ""
@@ -86,7 +88,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
+class NodeSelection:
     """Nodes chosen by a program, with words that say which.
 
     Attributes:
@@ -110,41 +112,41 @@ class Chosen:
         return self.words
 
 
-def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
+def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
-    rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
-    chosen: Bools = np.zeros(int(rows.max()) + 1 if rows.size else 0, dtype=np.bool_)
-    chosen[rows] = True
-    within = graph.events < chosen.size
-    mask: Bools = within.copy()
-    mask[within] = chosen[graph.events[within]]
+    event_rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
+    is_selected_event: Bools = np.zeros(int(event_rows.max()) + 1 if event_rows.size else 0, dtype=np.bool_)
+    is_selected_event[event_rows] = True
+    in_range = graph.events < is_selected_event.size
+    mask: Bools = in_range.copy()
+    mask[in_range] = is_selected_event[graph.events[in_range]]
     if rank is not None:
         mask &= graph.rank_numbers == rank
     return mask
 
 
-def named(graph: Graph, pattern: str) -> Bools:
+def match_node_names(graph: Graph, pattern: str) -> Bools:
     """Which nodes have a name that holds the pattern, or are communication or kernels of that kind; shape (nodes,)."""
     try:
         re.compile(pattern)
-        distinct = graph.names
-        fits = contains(distinct, f"(?i){pattern}")
+        distinct_names = graph.names
+        matches = contains(distinct_names, f"(?i){pattern}")
     except (re.error, pl.exceptions.ComputeError) as error:
         raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
-    if pattern.lower() in KINDS and pattern.lower() != "other":  # matrix products are seldom called `gemm`
-        matcher = Matcher.of(built_in_kind_rules())
-        nothing = np.zeros(distinct.len(), dtype=np.uint64)
-        first = matcher.first(distinct, np.arange(distinct.len()), nothing, nothing)
-        kind_of = [*(rule.kind for rule in matcher.rules), ""]
-        fits = fits | pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
-    chosen: Bools = np.append(fits.to_numpy(), False)[graph.name_numbers]
+    if pattern.lower() in WORK_KINDS and pattern.lower() != "other":  # matrix products are seldom called `gemm`
+        matcher = KindMatcher.of(load_built_in_kind_rules())
+        no_context = np.zeros(distinct_names.len(), dtype=np.uint64)
+        first_rules = matcher.first(distinct_names, np.arange(distinct_names.len()), no_context, no_context)
+        rule_kinds = [*(rule.kind for rule in matcher.rules), ""]
+        matches = matches | pl.Series([rule_kinds[rule] == pattern.lower() for rule in first_rules], dtype=pl.Boolean)
+    selected: Bools = np.append(matches.to_numpy(), False)[graph.name_numbers]
     if graph.communication.height:
         kinds = graph.communication["kind"]
-        chosen[graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()] = True
-    return chosen
+        selected[graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()] = True
+    return selected
 
 
-ASSUMES = {
+ASSUMPTIONS = {
     "scale": "the work chosen takes so many times as long; everything else as long as it took",
     "remove": "the work chosen takes no time; what waited for it waits for nothing longer",
     "async": "the calls of these copies return at once; what uses the data is ordered on the device as before",
@@ -162,13 +164,13 @@ ASSUMES = {
     "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
     "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
 }
-_ACTIONS = ("remove", "async", "overlap", "fuse", "graph", "balance")  # without a number
-_OF_DEVICE = ("async", "overlap", "fuse", "graph")  # of what the device does
-_TEXT = re.compile(
+_ACTIONS_WITHOUT_FACTOR = ("remove", "async", "overlap", "fuse", "graph", "balance")  # without a number
+_DEVICE_ONLY_ACTIONS = ("async", "overlap", "fuse", "graph")  # of what the device does
+_CHANGE_PATTERN = re.compile(
     r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
     r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
 )
-EXAMPLES = "`kernels ~ gemm * 0.5`, `copies async`, `rank 7 delay remove`, `network * 2`, `loading workers 4`"
+CHANGE_EXAMPLES = "`kernels ~ gemm * 0.5`, `copies async`, `rank 7 delay remove`, `network * 2`, `loading workers 4`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +184,12 @@ class Change:
     """
 
     action: str
-    selection: Selection | Chosen
+    selection: Selection | NodeSelection
     factor: float = 1.0
 
     def __str__(self) -> str:
-        number = plain_number(self.factor)
-        words = {
+        number = format_factor(self.factor)
+        phrases = {
             "scale": f"{self.selection} * {number}",
             "network": f"{self.selection} * {number}",
             "workers": f"{self.selection} workers {number}",
@@ -196,11 +198,11 @@ class Change:
             "drop": f"{self.selection} remove",
         }
         special = {"network": "network", "delay": "delay", "idle": "idle"}.get(self.action)
-        text = words.get(self.action, f"{self.selection} {self.action}")
+        text = phrases.get(self.action, f"{self.selection} {self.action}")
         return text.replace(self.selection.target, special, 1) if special else text
 
 
-def plain_number(factor: float) -> str:
+def format_factor(factor: float) -> str:
     """A factor as a change is written with it: all its digits, no exponent."""
     return np.format_float_positional(factor, trim="-")
 
@@ -211,40 +213,44 @@ def parse(text: str) -> Change:
     Raises:
         UsageError: slug `bad-change`, with what is understood.
     """
-    match = _TEXT.match(text)
+    match = _CHANGE_PATTERN.match(text)
     if match is None:
-        raise _bad(text, "write it as TARGET [~ REGEX] ACTION")
+        raise _make_change_error(text, "write it as TARGET [~ REGEX] ACTION")
     ranks = tuple(int(part) for part in (match["ranks"] or "").split(",") if part.strip())
     target, pattern, action = match["target"], match["pattern"] or "", match["action"]
     factor = float(match["factor"]) if match["factor"] else 1.0
-    scaled = match["sign"] is not None
+    is_scaled = match["sign"] is not None
     if match["number"] and action != "workers":
-        raise _bad(text, f"`{action}` takes no number")
-    if target == "network" and scaled and factor > 0:
+        raise _make_change_error(text, f"`{action}` takes no number")
+    if target == "network" and is_scaled and factor > 0:
         return Change("network", Selection("collectives", pattern, ranks), factor)
     if target in {"delay", "idle"} and pattern:
-        raise _bad(text, f"`{target}` takes no `~`: it is of all that the host does")
+        raise _make_change_error(text, f"`{target}` takes no `~`: it is of all that the host does")
     if target == "delay" and action == "remove":
         if not ranks:
-            raise _bad(text, "say whose delay, as in `rank 7 delay remove`")
+            raise _make_change_error(text, "say whose delay, as in `rank 7 delay remove`")
         return Change("delay", Selection("host", pattern, ranks))
     if target == "idle" and action == "remove":
         return Change("idle", Selection("host", pattern, ranks))
-    if target not in TARGETS:
-        raise _bad(text, f"`{target}` is none of {', '.join([*TARGETS, 'network', 'delay', 'idle'])}")
-    chosen = Selection(target, pattern, ranks)
-    if scaled:
-        return Change("scale", chosen, factor)
+    if target not in NODE_TARGETS:
+        raise _make_change_error(
+            text, f"`{target}` is none of {', '.join([*NODE_TARGETS, 'network', 'delay', 'idle'])}"
+        )
+    selection = Selection(target, pattern, ranks)
+    if is_scaled:
+        return Change("scale", selection, factor)
     if action == "workers" and target == "loading" and int(match["number"] or 0):
-        return Change("workers", chosen, float(match["number"]))
+        return Change("workers", selection, float(match["number"]))
     if action in {"remove", "drop"} and target == "syncs":
-        return Change("drop", chosen)
-    if action not in _ACTIONS:
-        raise _bad(text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS)}, workers N")
-    if action in _OF_DEVICE and target not in DEVICE_TARGETS:
-        raise _bad(text, f"`{action}` is of what the device does: {', '.join(DEVICE_TARGETS)}")
-    return Change(action, chosen)
+        return Change("drop", selection)
+    if action not in _ACTIONS_WITHOUT_FACTOR:
+        raise _make_change_error(
+            text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS_WITHOUT_FACTOR)}, workers N"
+        )
+    if action in _DEVICE_ONLY_ACTIONS and target not in DEVICE_TARGETS:
+        raise _make_change_error(text, f"`{action}` is of what the device does: {', '.join(DEVICE_TARGETS)}")
+    return Change(action, selection)
 
 
-def _bad(text: str, why: str) -> UsageError:
-    return UsageError(f"`{text}` is no change: {why}", slug="bad-change", hint=f"examples: {EXAMPLES}")
+def _make_change_error(text: str, reason: str) -> UsageError:
+    return UsageError(f"`{text}` is no change: {reason}", slug="bad-change", hint=f"examples: {CHANGE_EXAMPLES}")

@@ -9,20 +9,20 @@ from itertools import islice
 import numpy as np
 import polars as pl
 
-from traceloom.changes.bounds import least_ns, saves_more, unrecorded_saving_ns
-from traceloom.changes.changes import Change, parse, plain_number
+from traceloom.changes.bounds import compute_lower_bound_ns, is_lower_bound, unrecorded_saving_ns
+from traceloom.changes.changes import Change, format_factor, parse
 from traceloom.changes.scenario import Scenario
 from traceloom.graph import ABSENT, Plan, link_session
 from traceloom.graph.calibrate import scale_overlap
-from traceloom.graph.critical_path import critical_path, parts
-from traceloom.graph.graph import Graph, plain, point_times
+from traceloom.graph.critical_path import find_critical_path, summarize_path
+from traceloom.graph.graph import Graph, get_point_times, unwrap_array
 from traceloom.graph.law import Law, law
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 
-RANKS = schema("rank before_ns after_ns saved_ns")
-PARTS = schema("what kind before_ns after_ns")
+RANKS = build_schema("rank before_ns after_ns saved_ns")
+PARTS = build_schema("what kind before_ns after_ns")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def whatif(
     """
     if isinstance(graph, Session):
         if host_ratio is None:
-            host_ratio = graph.recording_ratio
+            host_ratio = graph.recording_overhead_ratio
         graph = link_session(graph)
     texts = [changes] if isinstance(changes, str) else changes
     parsed = [parse(change) if isinstance(change, str) else change for change in texts]
@@ -96,11 +96,11 @@ def whatif(
     kept = kept or law(graph, plan)
     scenario = scenario_of(graph, parsed)
     times = scenario.times(plan)
-    measured = point_times(graph)
-    begin = int(measured.min()) if measured.size else 0
-    before = _span(measured, begin)
-    least = least_ns(graph, scenario, before)
-    after = max(_span(times, begin), least)
+    measured = get_point_times(graph)
+    start_ns = int(measured.min()) if measured.size else 0
+    before = _measure_span(measured, start_ns)
+    min_after_ns = compute_lower_bound_ns(graph, scenario, before)
+    after = max(_measure_span(times, start_ns), min_after_ns)
     saved = before - after
     spans = graph.nodes.select(
         "rank", start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
@@ -117,23 +117,23 @@ def whatif(
         saved_ns=saved,
         saved_fraction=saved / max(before, 1),
         host_ratio=host_ratio,
-        rescaled_saved_ns=unrecorded_saving_ns(graph, parsed, saved, whole_ns=before, ratio=host_ratio),
+        rescaled_saved_ns=unrecorded_saving_ns(graph, parsed, saved, total_ns=before, ratio=host_ratio),
         ranks=ranks,
-        path=_path(graph, scenario, times),
+        path=_compare_critical_paths(graph, scenario, times),
         times=times,
         error_ns=abs(kept.honest_error_ns),
-        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _span(times, begin) == after,
-        lower_bound=saves_more(Scenario.of(graph), scenario, saved, round(_COUNTS * before), plan),
+        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _measure_span(times, start_ns) == after,
+        lower_bound=is_lower_bound(Scenario.of(graph), scenario, saved, round(_MIN_COUNTED_SHARE * before), plan),
     )
 
 
 def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
     """The whole time (first to last moment) of each scenario, ns, shape (scenarios,)."""
-    measured = point_times(graph)
-    begin = int(measured.min()) if measured.size else 0
-    whole_ns = _span(measured, begin)
+    measured = get_point_times(graph)
+    start_ns = int(measured.min()) if measured.size else 0
+    total_ns = _measure_span(measured, start_ns)
     spans = [
-        max(_span(times, begin), least_ns(graph, scenario, whole_ns))
+        max(_measure_span(times, start_ns), compute_lower_bound_ns(graph, scenario, total_ns))
         for scenario, times in evaluations(scenarios, plan or Plan(graph))
     ]
     return np.array(spans, dtype=np.int64)
@@ -145,23 +145,23 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
     Of scenarios made one after the other no more than these few are held at once.
     """
     graph = plan.graph
-    room = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
+    batch_size = max(1, min(_BATCH_SCENARIOS, _MAX_BATCH_VALUES // max(graph.nodes.height + graph.edges.height, 1)))
     waiting = iter(scenarios)
-    while batch := list(islice(waiting, room)):
+    while batch := list(islice(waiting, batch_size)):
         if all(scenario.graph is graph for scenario in batch):
             works, delays = batch[0].work_ns, batch[0].delay_ns  # a single array as it is, wherever it is stored
             if len(batch) > 1:
-                works = np.stack([plain(scenario.work_ns) for scenario in batch])
-                delays = np.stack([plain(scenario.delay_ns) for scenario in batch])
+                works = np.stack([unwrap_array(scenario.work_ns) for scenario in batch])
+                delays = np.stack([unwrap_array(scenario.delay_ns) for scenario in batch])
             yield from zip(batch, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
         else:
             yield from ((scenario, scenario.times(plan)) for scenario in batch)
         batch.clear()
 
 
-_COUNTS = 0.01  # of the time: a saving that may be larger by this much is a lower bound
-_TOGETHER = 8
-_MOST = 2_000_000  # works and delays evaluated together
+_MIN_COUNTED_SHARE = 0.01  # of the time: a saving that may be larger by this much is a lower bound
+_BATCH_SCENARIOS = 8
+_MAX_BATCH_VALUES = 2_000_000  # works and delays evaluated together
 
 
 def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
@@ -172,19 +172,19 @@ def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
     return scenario
 
 
-def _span(times: Ints, begin: int) -> int:
+def _measure_span(times: Ints, start_ns: int) -> int:
     """From the beginning of the measurement: by its clock, work may precede its launch, and would precede it then."""
-    return int(times.max()) - begin if times.size else 0
+    return int(times.max()) - start_ns if times.size else 0
 
 
-def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
+def _compare_critical_paths(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
     """Kinds of time on the critical path, before and after."""
     if not times.size:
         return PARTS.to_frame()
-    begin = int(point_times(graph).min())
-    before = parts(graph, critical_path(graph), begin).select("what", "kind", before_ns="time_ns")
+    start_ns = int(get_point_times(graph).min())
+    before = summarize_path(graph, find_critical_path(graph), start_ns).select("what", "kind", before_ns="time_ns")
     changed = changed_graph(graph, scenario, times)
-    after = parts(changed, critical_path(changed), begin).select("what", "kind", after_ns="time_ns")
+    after = summarize_path(changed, find_critical_path(changed), start_ns).select("what", "kind", after_ns="time_ns")
     both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
     return both.sort("before_ns", "after_ns", descending=True).pipe(cast_to_schema, PARTS)
 
@@ -197,10 +197,10 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
         start_ns=pl.Series(start), duration_ns=pl.Series(end - start),
         work_ns=pl.Series(np.maximum(work, 0)), residual_ns=pl.lit(0, pl.Int64),
     )  # fmt: skip
-    kept = scenario.delay_ns > ABSENT // 2
+    present = scenario.delay_ns > ABSENT // 2
     delay = scale_overlap(scenario.graph, scenario.work_ns, scenario.delay_ns)
     edges = scenario.graph.edges.with_columns(delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64))
-    return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
+    return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(present)))
 
 
 def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
@@ -237,7 +237,7 @@ def sweep(graph: Graph, template: str, factors: Sequence[float], *, plan: Plan |
         UsageError: slugs `bad-change`, `nothing-chosen`.
     """
     base = Scenario.of(graph)
-    scenarios = [base, *(base.apply(parse(template.format(plain_number(factor)))) for factor in factors)]
+    scenarios = [base, *(base.apply(parse(template.format(format_factor(factor)))) for factor in factors)]
     before, *times = whatif_many(graph, scenarios, plan).tolist()
     rows = [(float(f), t, before - t, (before - t) / max(before, 1)) for f, t in zip(factors, times, strict=True)]
     schema = {"factor": pl.Float64, "time_ns": pl.Int64, "saved_ns": pl.Int64, "saved_fraction": pl.Float64}

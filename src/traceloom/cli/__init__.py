@@ -20,11 +20,11 @@ from typing import NoReturn, Protocol, cast
 from traceloom import __version__
 from traceloom.errors import DOCUMENTATION, InputError, OutputError, TraceloomError, UsageError, nearest
 from traceloom.system.files import restore_addresses
-from traceloom.system.process import INTERRUPTED
+from traceloom.system.process import EXIT_INTERRUPTED
 from traceloom.system.sanitize import sanitize
 
-NOBODY_READS = 141
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+EXIT_BROKEN_PIPE = 141
+_DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # Verb -> what it does. Its module is `traceloom.cli.VERB`.
 VERBS = {
@@ -95,7 +95,7 @@ Each verb explains itself: traceloom report --help. The version: traceloom --ver
 """
 
 
-class Verb(Protocol):
+class VerbModule(Protocol):
     """What the module of a verb offers."""
 
     DESCRIPTION: str
@@ -108,7 +108,7 @@ class Verb(Protocol):
         """Do it; returns the exit code."""
 
 
-class Parser(argparse.ArgumentParser):
+class VerbParser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, as all our errors do."""
 
     def error(self, message: str) -> NoReturn:
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, slug="wrong-usage", hint=f"see {self.prog} --help")
 
 
-class HelpText(argparse.RawDescriptionHelpFormatter):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Sentences fill the lines of the terminal; what is laid out by hand, as examples are, stays as it is."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -125,32 +125,32 @@ class HelpText(argparse.RawDescriptionHelpFormatter):
         return "\n\n".join(part if "\n  " in part else wrapper.fill(part) for part in paragraphs)
 
 
-def verb(name: str) -> Verb:
+def import_verb(name: str) -> VerbModule:
     """The module of a verb."""
-    return cast("Verb", importlib.import_module(f"traceloom.cli.{name}"))
+    return cast("VerbModule", importlib.import_module(f"traceloom.cli.{name}"))
 
 
-def parser(names: Sequence[str] = tuple(VERBS)) -> Parser:
+def build_parser(names: Sequence[str] = tuple(VERBS)) -> VerbParser:
     """A parser that knows these verbs; only their modules are loaded."""
-    whole = Parser(prog="traceloom", add_help=False)
-    subparsers = whole.add_subparsers(dest="verb", parser_class=Parser)
+    parser = VerbParser(prog="traceloom", add_help=False)
+    subparsers = parser.add_subparsers(dest="verb", parser_class=VerbParser)
     for name in names:
-        module = verb(name)
-        own = subparsers.add_parser(
+        module = import_verb(name)
+        subparser = subparsers.add_parser(
             name,
             help=VERBS[name],
             description=module.DESCRIPTION,
             epilog=module.EXAMPLES,
-            formatter_class=HelpText,
+            formatter_class=HelpFormatter,
         )
-        module.add_options(own)
-    return whole
+        module.add_options(subparser)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. A traceback is shown only with `--debug`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in _own_arguments(arguments)
+    debug = "--debug" in _select_own_arguments(arguments)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -159,13 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("traceloom: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # What is still buffered would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOBODY_READS
+        return EXIT_BROKEN_PIPE
     except OSError as error:
-        _print_error(_from_os_error(error), debug=debug, cause=error)
+        _print_error(_convert_os_error(error), debug=debug, cause=error)
         return OutputError.exit_code
     except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
         defect = TraceloomError(
@@ -178,66 +178,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _own_arguments(arguments: list[str]) -> list[str]:
+def _select_own_arguments(arguments: list[str]) -> list[str]:
     """The arguments before `--`: what follows belongs to the recorded program."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def _dispatch(arguments: list[str]) -> int:
-    first = next((argument for argument in arguments if argument != "--debug"), "--help")
-    if first in {"-h", "--help", "help"}:
+    verb = next((argument for argument in arguments if argument != "--debug"), "--help")
+    if verb in {"-h", "--help", "help"}:
         print(OVERVIEW, end="")
         return 0
-    if first in {"-V", "--version"}:
+    if verb in {"-V", "--version"}:
         print(f"traceloom {__version__}")
         return 0
-    if first not in VERBS:
-        hint = nearest(first, VERBS) + f"it has {', '.join(VERBS)}"
-        raise UsageError(f"`{first}` is not a verb of traceloom", slug="unknown-verb", hint=hint)
-    if first != "record":  # which hands its environment to the user's program
+    if verb not in VERBS:
+        hint = nearest(verb, VERBS) + f"it has {', '.join(VERBS)}"
+        raise UsageError(f"`{verb}` is not a verb of traceloom", slug="unknown-verb", hint=hint)
+    if verb != "record":  # which hands its environment to the user's program
         # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    program = arguments[len(_own_arguments(arguments)) :]
+    program = arguments[len(_select_own_arguments(arguments)) :]
     try:
-        whole = parser([first])
-        args, unknown = whole.parse_known_args([a for a in _own_arguments(arguments) if a != "--debug"] + program)
+        parser = build_parser([verb])
+        args, unknown = parser.parse_known_args(
+            [a for a in _select_own_arguments(arguments) if a != "--debug"] + program
+        )
     except SystemExit as stop:  # argparse leaves this way after --help
         return int(stop.code or 0)
     if unknown:
-        options = [option for action in actions(whole) for option in action.option_strings]
-        hint = nearest(unknown[0].split("=")[0], options) + f"see traceloom {first} --help"
+        options = [option for action in list_actions(parser) for option in action.option_strings]
+        hint = nearest(unknown[0].split("=")[0], options) + f"see traceloom {verb} --help"
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", slug="wrong-usage", hint=hint)
-    if first == "record":  # its arguments are the user's program
-        return verb(first).run(args)
+    if verb == "record":  # its arguments are the user's program
+        return import_verb(verb).run(args)
     from traceloom.cli import outputs
 
-    outputs.fetch(args)
+    outputs.fetch_remote_inputs(args)
     with outputs.protect_inputs(args):
-        return verb(first).run(args)
+        return import_verb(verb).run(args)
 
 
-def actions(some: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """The arguments of a parser and of its verbs."""
-    for action in some._actions:  # noqa: SLF001  (argparse has no other way)
+    for action in parser._actions:  # noqa: SLF001  (argparse has no other way)
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
-            for inner in action.choices.values():
-                yield from actions(inner)
+            for subparser in action.choices.values():
+                yield from list_actions(subparser)
         else:
             yield action
 
 
-def _from_os_error(error: OSError) -> TraceloomError:
+def _convert_os_error(error: OSError) -> TraceloomError:
     """An error of the operating system: reading a file, a directory or a disk, or writing standard output."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
-        where = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
-        return InputError(f"the file or directory cannot be used: {reason}", slug="unreadable", where=where)
-    printing = error.errno in _FULL
+        file_name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+        return InputError(f"the file or directory cannot be used: {reason}", slug="unreadable", where=file_name)
+    is_output_error = error.errno in _DISK_FULL_ERRORS
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        printing = True
-    if not printing:
+        is_output_error = True
+    if not is_output_error:
         return InputError(f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk")
     with suppress(OSError, ValueError):
         # What is still buffered would fail once more when Python exits.
@@ -250,8 +252,8 @@ def _print_error(error: TraceloomError, *, debug: bool, cause: Exception | None 
     """The error in one sentence, its remedy, and where more is written about it."""
     if debug:
         traceback.print_exception(cause or error)
-    where = f" ({error.where})" if error.where else ""
-    print(f"traceloom: {sanitize(restore_addresses(error.message + where))}", file=sys.stderr)
+    location = f" ({error.where})" if error.where else ""
+    print(f"traceloom: {sanitize(restore_addresses(error.message + location))}", file=sys.stderr)
     if error.hint:
         print(f"hint: {sanitize(restore_addresses(error.hint))}", file=sys.stderr)
     page = f"{DOCUMENTATION}/reference/messages/#{error.slug}"

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from traceloom.cli import options as types
-from traceloom.cli.options import VerbAction, VerbOption, add_actions, declaring
+from traceloom.cli.options import VerbAction, VerbOption, add_actions, declare_options
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from traceloom.agent.config import Config, Locations
+    from traceloom.agent.config import AgentPaths, Config
     from traceloom.server.client import AgentClient
 
 T = TypeVar("T")
@@ -41,27 +41,27 @@ What each can do: traceloom agent query --help.
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their options."""
-    for name, own in add_actions(parser, ACTIONS):
-        own.add_argument(
+    for name, subparser in add_actions(parser, ACTIONS):
+        subparser.add_argument(
             "--config", metavar="FILE",
             help="agent.toml (default: root's in /etc/traceloom, a user's in ~/.config/traceloom, if there is one)",
         )  # fmt: skip
-        own.add_argument(
+        subparser.add_argument(
             "--socket",
             metavar="PATH",
             help="the agent's socket (default: that of your own agent if it runs, else root's)",
         )
         if name != "run":
-            own.add_argument("--json", action="store_true", help="print the answer as JSON")
-        types.add_silence(own)
+            subparser.add_argument("--json", action="store_true", help="print the answer as JSON")
+        types.add_silence(subparser)
 
 
-JOB = VerbOption("--job", metavar="JOB", help="only this job")
-SINCE = VerbOption(
+JOB_OPTION = VerbOption("--job", metavar="JOB", help="only this job")
+SINCE_OPTION = VerbOption(
     "--since", default="10m", metavar="TIME",
     help="how far back, as 90s, 10m or 1d; or from when, as 2026-01-31T12:00 (default: 10m)",
 )  # fmt: skip
-OPTIONS_OF_RUN = (
+RUN_OPTIONS = (
     VerbOption("--tcp", metavar="ADDRESS", help="answer over TCP too, as 127.0.0.1:9465"),
     VerbOption(
         "--server", metavar="URL", help="belong to this fleet (https://HOST:PORT): report there, trace what it asks for"
@@ -70,14 +70,14 @@ OPTIONS_OF_RUN = (
         "--token-file", metavar="FILE",
         help="the token of enrolment, needed the first time (default: TRACELOOM_FLEET_TOKEN)",
     ),
-    VerbOption("--simulate", type=types.count, metavar="N", help="make up N devices, to try it without any"),
+    VerbOption("--simulate", type=types.parse_count, metavar="N", help="make up N devices, to try it without any"),
     VerbOption("--compat", choices=("dcgm",), action="append", help="publish under the names of dcgm-exporter too"),
 )  # fmt: skip
-OPTIONS_OF_QUERY = (
+QUERY_OPTIONS = (
     VerbOption(
         "metric", nargs="?", metavar="METRIC", help="with or without traceloom_; without any, all metrics are listed"
     ),
-    SINCE,
+    SINCE_OPTION,
     VerbOption("--until", default="", metavar="TIME", help="the end, written likewise (default: now)"),
     VerbOption(
         "--by", default="", metavar="LABELS",
@@ -88,25 +88,25 @@ OPTIONS_OF_QUERY = (
     ),
     VerbOption("--raw", action="store_true", help="counters as they are, not as rates"),
 )  # fmt: skip
-OPTIONS_OF_STACKS = (
+STACKS_OPTIONS = (
     VerbOption("--job", metavar="JOB", help="this job; needed if there are several"),
-    VerbOption("--pid", type=types.count, metavar="PID", help="only this process"),
+    VerbOption("--pid", type=types.parse_count, metavar="PID", help="only this process"),
     VerbOption(
         "--native", action="store_true", help="calls of C and C++ too; a process stands still while it is looked at"
     ),
 )
-OPTIONS_OF_LEARN = (
+LEARN_OPTIONS = (
     VerbOption("trace", metavar="TRACE", help="a trace or a recorded run"),
     VerbOption("--job", metavar="JOB", help="the job that was traced; needed if there are several"),
 )
-OPTIONS_OF_TOP = (
-    JOB,
+TOP_OPTIONS = (
+    JOB_OPTION,
     VerbOption(
-        "--interval", type=types.positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
+        "--interval", type=types.parse_positive, default=2.0, metavar="S", help="seconds between pictures (default: 2)"
     ),
     VerbOption("--once", action="store_true", help="print one picture and end"),
 )
-FLIGHT_RECORDER = VerbOption(
+FLIGHT_RECORDER_OPTION = VerbOption(
     "--flight-recorder", action="store_true",
     help="also those by which NCCL tells its collectives when the job hangs; it makes a pipe per rank in /tmp",
 )  # fmt: skip
@@ -119,40 +119,40 @@ def run(args: argparse.Namespace) -> int:
     return ACTIONS[args.action].run(args)
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _load_config(args: argparse.Namespace) -> Config:
     from traceloom.agent import config as configuration
 
-    usual = configuration.usual_path()
-    if args.config is not None or usual.exists():
-        return configuration.load(args.config or usual)
+    default_path = configuration.get_default_path()
+    if args.config is not None or default_path.exists():
+        return configuration.load(args.config or default_path)
     return configuration.Config()
 
 
-def _socket(args: argparse.Namespace) -> Path:
+def _find_socket(args: argparse.Namespace) -> Path:
     """The agent that is named; else the user's own where it runs, else root's where that runs."""
-    from traceloom.agent.config import SYSTEM_SOCKET, locations
+    from traceloom.agent.config import SYSTEM_SOCKET, resolve_paths
 
-    own = locations(_config(args)).socket
+    own_socket = resolve_paths(_load_config(args)).socket
     if args.socket:
         return Path(args.socket)
     # Not `Path.exists`, which raises where a directory above may not be entered.
-    return own if os.path.exists(own) or not os.path.exists(SYSTEM_SOCKET) else SYSTEM_SOCKET  # noqa: PTH110
+    return own_socket if os.path.exists(own_socket) or not os.path.exists(SYSTEM_SOCKET) else SYSTEM_SOCKET  # noqa: PTH110
 
 
-def client_of(args: argparse.Namespace) -> AgentClient:
+def create_client(args: argparse.Namespace) -> AgentClient:
     """Asks the agent that is named, else the user's own or root's."""
     from traceloom.server.client import AgentClient
 
-    return AgentClient(_socket(args))
+    return AgentClient(_find_socket(args))
 
 
-def _locations(args: argparse.Namespace, config: Config) -> Locations:
+def _resolve_paths(args: argparse.Namespace, config: Config) -> AgentPaths:
     import msgspec
 
-    from traceloom.agent.config import locations
+    from traceloom.agent.config import resolve_paths
 
     paths = msgspec.structs.replace(config.paths, socket=args.socket or config.paths.socket)
-    return locations(msgspec.structs.replace(config, paths=paths))
+    return resolve_paths(msgspec.structs.replace(config, paths=paths))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     from traceloom.agent.daemon import Agent, notify_ready
 
-    config = _config(args)
+    config = _load_config(args)
     changes: dict[str, Any] = {}
     if args.tcp:
         changes["tcp"] = msgspec.structs.replace(config.tcp, address=args.tcp)
@@ -185,7 +185,7 @@ def _run(args: argparse.Namespace) -> int:
             config.accelerators, simulated=args.simulate, backends=("simulated",)
         )
     config = msgspec.structs.replace(config, **changes)
-    where = _locations(args, config)
+    agent_paths = _resolve_paths(args, config)
     logging.basicConfig(
         format="%(levelname)s %(message)s", stream=sys.stderr, level=logging.INFO if args.quiet else logging.WARNING
     )
@@ -193,8 +193,8 @@ def _run(args: argparse.Namespace) -> int:
     def ready() -> None:
         notify_ready()
         if not args.quiet:
-            own = shlex.join(["--socket", args.socket]) if args.socket else ""
-            lines = [f"The agent of {config.host_name} listens at {where.socket}. Ctrl-C ends it."]
+            socket_options = shlex.join(["--socket", args.socket]) if args.socket else ""
+            lines = [f"The agent of {config.host_name} listens at {agent_paths.socket}. Ctrl-C ends it."]
             if os.geteuid():
                 lines.append("It sees the processes of this user; as root it would see all.")
             if config.tcp.address:
@@ -202,31 +202,34 @@ def _run(args: argparse.Namespace) -> int:
                 lines.append(f"Metrics: {scheme}://{config.tcp.address}/metrics")
             if config.fleet.server:
                 lines.append(f"It reports to the fleet at {config.fleet.server}.")
-            lines += [f"next, elsewhere: {f'traceloom agent {action} {own}'.rstrip()}" for action in ("top", "doctor")]
+            lines += [
+                f"next, elsewhere: {f'traceloom agent {action} {socket_options}'.rstrip()}"
+                for action in ("top", "doctor")
+            ]
             print("\n".join(lines), flush=True)
 
     async def live() -> None:
-        await Agent(config, where).run(ready)
+        await Agent(config, agent_paths).run(ready)
 
     asyncio.run(live())
     return 0
 
 
-def _answer(args: argparse.Namespace) -> int:
+def _show_answer(args: argparse.Namespace) -> int:
     """What the agent answers where route, action and view have one name."""
     from traceloom.agent.api import HangsAnswer, StatusAnswer, TriggersAnswer
     from traceloom.cli import agent_views as views
-    from traceloom.server.problem import HttpAnswer
+    from traceloom.server.problem import HttpResponseBody
 
-    rendered: dict[str, tuple[type[HttpAnswer], Callable[[Any, int], Iterator[Text]]]] = {
+    rendered: dict[str, tuple[type[HttpResponseBody], Callable[[Any, int], Iterator[Text]]]] = {
         "status": (StatusAnswer, views.status),
         "hangs": (HangsAnswer, views.hangs),
         "triggers": (TriggersAnswer, views.triggers),
     }
-    answer = client_of(args).get(args.action, **({"job": args.job} if "job" in args and args.job else {}))
+    answer = create_client(args).get(args.action, **({"job": args.job} if "job" in args and args.job else {}))
     kind, render = rendered[args.action]
     read = _read(answer, kind)
-    return _shown(args, answer, lambda width: render(read, width))
+    return _print_answer(args, answer, lambda width: render(read, width))
 
 
 def _read(answer: Any, kind: type[T]) -> T:
@@ -243,42 +246,42 @@ def _read(answer: Any, kind: type[T]) -> T:
         raise InputError(f"what listens there answers as no agent does: {error}", slug="agent-unclear") from error
 
 
-def _processes(args: argparse.Namespace) -> int:
+def _show_processes(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    client = client_of(args)
+    client = create_client(args)
     answer = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
     if args.json:
-        return _shown(args, answer, None)
+        return _print_answer(args, answer, None)
     processes = _read(answer, forms.ProcessesAnswer)
     host = _read(client.get("devices"), forms.DevicesAnswer)
-    kills = _read(_happened(client, args, "1h", "oom-kill"), list[forms.EventAnswer])
+    kills = _read(_fetch_events(client, args, "1h", "oom-kill"), list[forms.EventAnswer])
 
     def rendered(width: int) -> Iterator[Text]:
-        yield from views.processes(processes, host.devices, width)
+        yield from views.render_processes(processes, host.devices, width)
         if kills:
-            yield from views.events(kills, width)
+            yield from views.render_events(kills, width)
 
-    return _shown(args, answer, rendered)
+    return _print_answer(args, answer, rendered)
 
 
-def _top(args: argparse.Namespace) -> int:
+def _show_top(args: argparse.Namespace) -> int:
     import msgspec
     from rich.text import Text
 
     from traceloom.cli import agent_views as views
     from traceloom.report.views import terminal
-    from traceloom.system.sanitize import unsanitized
+    from traceloom.system.sanitize import unwrap_stream
 
-    client = client_of(args)
-    live = not (args.once or args.json) and sys.stdout.isatty()
+    client = create_client(args)
+    live = not (args.run_pass or args.json) and sys.stdout.isatty()
 
     def drawn(width: int) -> Iterator[Text]:
         """As many lines as the terminal has."""
-        lines, height = list(views.top(read, width)), shutil.get_terminal_size().lines - 1
+        lines, height = list(views.render_top(read, width)), shutil.get_terminal_size().lines - 1
         yield from lines[: height - 1] if live and len(lines) > height else lines
         if live and len(lines) > height:
             yield Text(f" … {len(lines) - height + 1} more lines; all: traceloom agent top --once")
@@ -288,52 +291,54 @@ def _top(args: argparse.Namespace) -> int:
             "status": client.get("status"),
             "devices": client.get("devices"),
             "processes": client.get("processes"),
-            "host": msgspec.to_builtins(views.host_values(client)),
+            "host": msgspec.to_builtins(views.fetch_host_values(client)),
         }
         if args.job:
             processes = picture["processes"]
-            processes["processes"] = [each for each in processes["processes"] if each["owner"]["job"] == args.job]
+            processes["processes"] = [
+                process for process in processes["processes"] if process["owner"]["job"] == args.job
+            ]
         if args.json:
             print(json.dumps(picture))
         else:
             read = _read(picture, views.HostPicture)
             if live:
-                unsanitized(sys.stdout).write("\x1b[H\x1b[2J")
-            terminal.put(drawn, sys.stdout)
+                unwrap_stream(sys.stdout).write("\x1b[H\x1b[2J")
+            terminal.print_lines(drawn, sys.stdout)
         sys.stdout.flush()
-        if args.once:
+        if args.run_pass:
             return 0
         time.sleep(args.interval)
 
 
-def _query(args: argparse.Namespace) -> int:
+def _run_query(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
-    from traceloom.agent.history import plain_name
+    from traceloom.agent.history import resolve_metric_name
     from traceloom.cli import agent_views as views
 
     if args.metric is None:
         if args.json:
-            print(json.dumps(views.metrics_document(), indent=2))
+            print(json.dumps(views.build_metrics_document(), indent=2))
         else:
             from traceloom.report.views import terminal
 
-            terminal.put(views.metrics, sys.stdout)
+            terminal.print_lines(views.render_metrics, sys.stdout)
         return 0
-    metric, client = plain_name(args.metric), client_of(args)
+    metric, client = resolve_metric_name(args.metric), create_client(args)
     index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
-    of_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
+    labels_by_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
     parameters = {
-        "metric": metric, "since": _with_zone(args.since), "until": _with_zone(args.until),
+        "metric": metric, "since": _add_time_zone(args.since), "until": _add_time_zone(args.until),
         "by": args.by,
-        "where": ",".join(of_number.get(part, part) for part in args.where.split(",")),
+        "where": ",".join(labels_by_number.get(part, part) for part in args.where.split(",")),
         "raw": "true" if args.raw else "",
     }  # fmt: skip
     answer = client.get("query", **{name: value for name, value in parameters.items() if value})
     read = _read(answer, forms.QueryAnswer)
-    return _shown(args, answer, lambda width: views.query(read, index, width))
+    return _print_answer(args, answer, lambda width: views.render_query(read, index, width))
 
 
-def _with_zone(text: str) -> str:
+def _add_time_zone(text: str) -> str:
     """A date and time without a zone is one of here, where the agent would take it for UTC."""
     try:
         return dt.datetime.fromisoformat(text).astimezone().isoformat() if "-" in text else text
@@ -341,16 +346,16 @@ def _with_zone(text: str) -> str:
         return text
 
 
-def _events(args: argparse.Namespace) -> int:
+def _show_events(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    happened = _happened(client_of(args), args, _with_zone(args.since))
+    happened = _fetch_events(create_client(args), args, _add_time_zone(args.since))
     read = _read(happened, list[forms.EventAnswer])
-    return _shown(args, {"events": happened}, lambda width: views.events(read, width))
+    return _print_answer(args, {"events": happened}, lambda width: views.render_events(read, width))
 
 
-def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[Any]:
+def _fetch_events(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[Any]:
     """Events, of the job that is asked for."""
     return [
         event
@@ -363,14 +368,14 @@ def _learn(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    client = client_of(args)
+    client = create_client(args)
     client.timeout_s = 600.0  # it reads the whole trace
-    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _job(args, client)})
+    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _find_job(args, client)})
     read = _read(answer, forms.TraceAnswer)
-    return _shown(args, answer, lambda _: views.learned(read))
+    return _print_answer(args, answer, lambda _: views.render_learned_job(read))
 
 
-def _job(args: argparse.Namespace, client: AgentClient) -> str:
+def _find_job(args: argparse.Namespace, client: AgentClient) -> str:
     """The job that is named, else the only one there is."""
     if args.job is not None:
         return str(args.job)
@@ -383,25 +388,25 @@ def _job(args: argparse.Namespace, client: AgentClient) -> str:
     return jobs[0]
 
 
-def _stacks(args: argparse.Namespace) -> int:
+def _show_stacks(args: argparse.Namespace) -> int:
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
-    client = client_of(args)
+    client = create_client(args)
     client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
-    which = {"pid": str(args.pid)} if args.pid is not None else {"job": _job(args, client)}
+    which = {"pid": str(args.pid)} if args.pid is not None else {"job": _find_job(args, client)}
     answer = client.get("stacks", **which, native="true" if args.native else "false")
     read = _read(answer, forms.StacksAnswer)
-    return _shown(args, answer, lambda width: views.stacks(read, width, native=args.native))
+    return _print_answer(args, answer, lambda width: views.render_stacks(read, width, native=args.native))
 
 
-def _doctor(args: argparse.Namespace) -> int:
+def _run_doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
     try:
-        answer = client_of(args).get("doctor")
+        answer = create_client(args).get("doctor")
         running = True
     except InputError as error:
         if error.slug != "no-agent" or args.socket:
@@ -410,33 +415,40 @@ def _doctor(args: argparse.Namespace) -> int:
 
         from traceloom.agent import doctor
 
-        config = _config(args)
-        answer = {"checks": [msgspec.to_builtins(check) for check in doctor.by_hand(config, _locations(args, config))]}
+        config = _load_config(args)
+        answer = {
+            "checks": [
+                msgspec.to_builtins(check)
+                for check in doctor.examine_without_agent(config, _resolve_paths(args, config))
+            ]
+        }
         running = False
     read = _read(answer, forms.DoctorAnswer)
-    return _shown(args, answer, lambda width: views.doctor(read, width, running=running))
+    return _print_answer(args, answer, lambda width: views.render_doctor(read, width, running=running))
 
 
-def _env(args: argparse.Namespace) -> int:
+def _print_environment(args: argparse.Namespace) -> int:
     """As the agent says, which makes the directory; where none runs, as the own one would have it."""
     try:
-        values = client_of(args).get("environment")["variables"]
+        values = create_client(args).get("environment")["variables"]
     except InputError as error:
         if error.slug != "no-agent":
             raise
         import msgspec
 
         from traceloom.agent.config import SYSTEM_SOCKET
-        from traceloom.agent.ownership.environment import variables
+        from traceloom.agent.ownership.environment import get_job_variables
 
-        where = _locations(args, _config(args))
-        if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
-            where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
-        values = variables(where, os.geteuid())
+        agent_paths = _resolve_paths(args, _load_config(args))
+        if _find_socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
+            agent_paths = msgspec.structs.replace(
+                agent_paths, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto")
+            )
+        values = get_job_variables(agent_paths, os.geteuid())
     if args.flight_recorder:
-        from traceloom.agent.ownership.environment import flight_variables
+        from traceloom.agent.ownership.environment import create_flight_variables
 
-        values = values | flight_variables()
+        values = values | create_flight_variables()
     if args.json:
         print(json.dumps(values, indent=2))
     else:
@@ -445,13 +457,13 @@ def _env(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(args: argparse.Namespace, answer: Any, rendered: Any) -> int:
+def _print_answer(args: argparse.Namespace, answer: Any, rendered: Any) -> int:
     if args.json:
         print(json.dumps(answer, indent=2))
         return 0
     from traceloom.report.views import terminal
 
-    terminal.put(rendered, sys.stdout)
+    terminal.print_lines(rendered, sys.stdout)
     return 0
 
 
@@ -461,23 +473,23 @@ ACTIONS = {
         "traceloom agent run\n"
         "traceloom agent run --simulate 8 --tcp 127.0.0.1:9465    for Prometheus too\n"
         "then: traceloom agent ps",
-        declaring(*OPTIONS_OF_RUN), _run,
+        declare_options(*RUN_OPTIONS), _run,
     ),
     "status": VerbAction(
         "show how the agent itself is doing",
         "traceloom agent status\nthen: traceloom agent doctor, where something fails",
-        declaring(), _answer,
+        declare_options(), _show_answer,
     ),
     "ps": VerbAction(
         "list processes with owner, rank, devices and step rate",
         "traceloom agent ps --job slurm-42\nthen: traceloom agent query process_memory_bytes --by job",
-        declaring(JOB), _processes,
+        declare_options(JOB_OPTION), _show_processes,
     ),
     "top": VerbAction(
         "show devices and processes as they are now, again and again",
         "traceloom agent top\ntraceloom agent top --once --json    for programs\n"
         "then: traceloom agent query gpu_busy_ratio --since 1h",
-        declaring(*OPTIONS_OF_TOP), _top,
+        declare_options(*TOP_OPTIONS), _show_top,
     ),
     "query": VerbAction(
         "show what a metric was: over time, by job, rank, user or device",
@@ -485,47 +497,47 @@ ACTIONS = {
         "traceloom agent query gpu_power_watts --by job --since 1h\n"
         "traceloom agent query host_network_bytes_total --where direction=receive --json\n"
         "then: traceloom report TRACE, for why it was so",
-        declaring(*OPTIONS_OF_QUERY), _query,
+        declare_options(*QUERY_OPTIONS), _run_query,
     ),
     "events": VerbAction(
         "list errors of devices, and processes killed for want of memory",
         "traceloom agent events --since 1d\nthen: traceloom agent ps",
-        declaring(JOB, SINCE), _events,
+        declare_options(JOB_OPTION, SINCE_OPTION), _show_events,
     ),
     "learn": VerbAction(
         "judge a job by a trace of it: FLOPs, element types, roofline",
         "traceloom agent learn run1 --job slurm-42\n"
         "then: traceloom agent query job_flops_error_ratio --where job=slurm-42",
-        declaring(*OPTIONS_OF_LEARN), _learn,
+        declare_options(*LEARN_OPTIONS), _learn,
     ),
     "stacks": VerbAction(
         "show what all threads of a job or process do now, equal stacks together",
         "traceloom agent stacks --job slurm-42    ranks that are elsewhere than the others first\n"
         "traceloom agent stacks --pid 4711 --native\n"
         "then: traceloom trace --job slurm-42 --steps 3",
-        declaring(*OPTIONS_OF_STACKS), _stacks,
+        declare_options(*STACKS_OPTIONS), _show_stacks,
     ),
     "hangs": VerbAction(
         "list jobs that hang, with the rank that the others wait for",
         "traceloom agent hangs --job slurm-42\n"
         "then: traceloom agent stacks --job slurm-42, for what they do now",
-        declaring(JOB), _answer,
+        declare_options(JOB_OPTION), _show_answer,
     ),
     "triggers": VerbAction(
         "list rules that trace unasked: what they did, why not, what they may still",
         "traceloom agent triggers\nthen: traceloom trace --list",
-        declaring(), _answer,
+        declare_options(), _show_answer,
     ),
     "doctor": VerbAction(
         "say what works here, what does not, why, and what would help",
         "traceloom agent doctor    for the agent that runs, or for one that you would run\n"
         "then: traceloom agent run",
-        declaring(), _doctor,
+        declare_options(), _run_doctor,
     ),
     "env": VerbAction(
         "print the variables that prepare a job",
         'eval "$(traceloom agent env)"; python train.py    a job that can be asked for traces\n'
         "then: traceloom agent ps",
-        declaring(FLIGHT_RECORDER), _env,
+        declare_options(FLIGHT_RECORDER_OPTION), _print_environment,
     ),
 }  # fmt: skip

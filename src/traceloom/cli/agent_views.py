@@ -29,31 +29,31 @@ from traceloom.agent.api import (
     TriggersAnswer,
     ValueAnswer,
 )
-from traceloom.agent.hangs.stacks import numbers
+from traceloom.agent.hangs.stacks import format_ranges
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.report.views.terminal_table import (
-    DIM,
-    FILLS,
-    SEVERITY,
+    BAR_FILLS,
+    DIM_STYLE,
+    SEVERITY_STYLES,
     Cell,
     TextColumn,
-    heading,
-    lines,
-    paragraph,
-    plain,
-    sparkline,
+    draw_bar,
+    draw_sparkline,
+    render_heading,
+    render_paragraph,
+    render_table,
 )
 from traceloom.server.client import AgentClient
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 
-_BAR = 10
+_BAR_WIDTH = 10
 _NONE = "–"
-_COLOR = FILLS["compute"][1]
-_WORKS = {
+_COLOR = BAR_FILLS["compute"][1]
+_CHECK_STATES = {
     "yes": ("work", "✓", "green"),
-    "partly": ("work in part", *SEVERITY["warning"]),
-    "no": ("do not work", *SEVERITY["error"]),
+    "partly": ("work in part", *SEVERITY_STYLES["warning"]),
+    "no": ("do not work", *SEVERITY_STYLES["error"]),
 }
 _AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "triggers", "probes", "stacks", "files", "extras")
 
@@ -84,17 +84,17 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     )
     stale = f", {answer.stale_devices} stale" if answer.stale_devices else ""
     yield Text(
-        f"{units.count_of(answer.devices, 'device')}{stale}, {units.count_of(answer.processes, 'process')} "
-        f"that matter, {units.count(answer.series)} series"
+        f"{units.format_quantity(answer.devices, 'device')}{stale}, {units.format_quantity(answer.processes, 'process')} "
+        f"that matter, {units.format_count(answer.series)} series"
     )
     history = answer.history
     lost = f", {history['lost_ticks']:.0f} ticks lost" if history.get("lost_ticks") else ""
-    yield Text(f"History: {units.size(int(history.get('bytes', 0)))} on disk{lost}")
+    yield Text(f"History: {units.format_size(int(history.get('bytes', 0)))} on disk{lost}")
     if answer.history_trouble:
-        yield from paragraph(f"  in memory alone: {answer.history_trouble}", width)
-    for name, trouble in answer.publishers.items():
-        yield from paragraph(f"{name}: {trouble or 'publishes'}", width)
-    yield from heading("Collectors", "period, time of the last run", width)
+        yield from render_paragraph(f"  in memory alone: {answer.history_trouble}", width)
+    for name, last_error in answer.publishers.items():
+        yield from render_paragraph(f"{name}: {last_error or 'publishes'}", width)
+    yield from render_heading("Collectors", "period, time of the last run", width)
     columns = [
         TextColumn("collector", right=False),
         TextColumn("every"),
@@ -105,19 +105,21 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     rows = [
         [
             sanitize(state.name), f"{state.period_seconds:g} s",
-            units.duration(int(state.seconds * 1e9)) if state.runs else _NONE,
-            units.count(state.runs), units.count(sum(state.failures.values())),
+            units.format_duration(int(state.seconds * 1e9)) if state.runs else _NONE,
+            units.format_count(state.runs), units.format_count(sum(state.failures.values())),
         ]
         for state in answer.collectors
     ]  # fmt: skip
-    yield from lines(columns, rows, ("", lambda row, left: _cut(answer.collectors[row].trouble, left)), width)
+    yield from render_table(columns, rows, ("", lambda row, left: _cut(answer.collectors[row].trouble, left)), width)
 
 
-def processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
+def render_processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
     if not answer.processes:
-        of_whom = " of yours" if answer.hidden else ""
-        yield from paragraph(f"No process{of_whom} uses a device, runs a framework, or belongs to a job.", width)
+        owner_note = " of yours" if answer.hidden else ""
+        yield from render_paragraph(
+            f"No process{owner_note} uses a device, runs a framework, or belongs to a job.", width
+        )
     index = {device.uuid: device.index for device in devices}
     rows = sorted(answer.processes, key=lambda row: (row.owner.job, row.owner.rank or 0, row.pid))
     columns = [
@@ -130,35 +132,41 @@ def processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: i
     for row in rows:
         owner = row.owner
         rank = _NONE if owner.rank is None else f"{owner.rank}" + (f"/{owner.world_size}" if owner.world_size else "")
-        memory = _value(row.values, "process_memory_bytes")
+        memory = _find_value(row.values, "process_memory_bytes")
         framework = f"{owner.framework} {owner.framework_version}".strip()
         pace: Cell = _NONE if row.steps_per_second is None else f"{row.steps_per_second:.3g}"
         if (since_ns := row.hung_since_ns) is not None:
-            pace = Text(f"hangs {units.duration(max(time.time_ns() - since_ns, 0))}", SEVERITY["error"][1])
+            pace = Text(
+                f"hangs {units.format_duration(max(time.time_ns() - since_ns, 0))}", SEVERITY_STYLES["error"][1]
+            )
         # Without the directory of its program, which would fill a narrow terminal.
-        program, blank, words = row.command.partition(" ")
-        calls.append(f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row.unreadable))
+        program, blank, arguments = row.command.partition(" ")
+        calls.append(f"{program.rpartition('/')[2]}{blank}{arguments}" if program else str(row.unreadable))
         cells.append([
             str(row.pid), _cut(owner.user or str(row.uid), 12), _cut(owner.job or _NONE, width // 5), rank,
             _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row.devices) or _NONE,
-            _NONE if memory is None else units.size(int(memory)),
+            _NONE if memory is None else units.format_size(int(memory)),
             pace,
         ])  # fmt: skip
-    filled = [at for at in range(len(columns)) if any(row[at] != _NONE for row in cells)]  # the others say nothing
+    filled = [
+        column for column in range(len(columns)) if any(row[column] != _NONE for row in cells)
+    ]  # the others say nothing
     if rows:
-        yield from lines(
-            [columns[at] for at in filled],
-            [[row[at] for at in filled] for row in cells],
+        yield from render_table(
+            [columns[column] for column in filled],
+            [[row[column] for column in filled] for row in cells],
             ("command", lambda row, left: _cut(calls[row], left)),
             width,
         )
     if answer.hidden:
-        yield from paragraph(
-            f"{units.count_of(answer.hidden, 'process')} of other users are not shown; root sees them.", width, DIM
+        yield from render_paragraph(
+            f"{units.format_quantity(answer.hidden, 'process')} of other users are not shown; root sees them.",
+            width,
+            DIM_STYLE,
         )
 
 
-def events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
+def render_events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
     """A line for each event: when, of which job or device, what."""
     if not happened:
         yield Text("Nothing happened in this time.")
@@ -172,35 +180,43 @@ def events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
         for event in happened
     ]
 
-    def what(row: int, left: int) -> Text:
+    def what(row: int, width_left: int) -> Text:
         event = happened[row]
         code = "" if event.code is None else f" {event.code}"
-        return Text(_cut(f"{event.kind}{code}: {event.text}", left))
+        return Text(_cut(f"{event.kind}{code}: {event.text}", width_left))
 
-    yield from heading("Events", "oldest first", width)
-    yield from lines(columns, cells, ("", what), width)
+    yield from render_heading("Events", "oldest first", width)
+    yield from render_table(columns, cells, ("", what), width)
 
 
-def top(picture: HostPicture, width: int) -> Iterator[Text]:
+def render_top(picture: HostPicture, width: int) -> Iterator[Text]:
     """Host, devices and processes as they are now."""
     state, host = picture.status, picture.host
-    yield Text.assemble((sanitize(state.host), "bold"), f"  {_clock(state.now_ns)}")
+    yield Text.assemble((sanitize(state.host), "bold"), f"  {_format_time(state.now_ns)}")
     if host.cpu is not None:
-        yield Text.assemble(" processors ", _bar(host.cpu), f" {units.per_cent(host.cpu)} % busy")
+        yield Text.assemble(" processors ", _draw_bar(host.cpu), f" {units.format_percent(host.cpu)} % busy")
     if host.memory is not None:
-        used, whole = host.memory
-        yield Text.assemble(" memory     ", _bar(used / whole), f" {units.size(int(used))} of {units.size(int(whole))}")
+        used, total_memory = host.memory
+        yield Text.assemble(
+            " memory     ",
+            _draw_bar(used / total_memory),
+            f" {units.format_size(int(used))} of {units.format_size(int(total_memory))}",
+        )
     devices = picture.devices.devices
     if devices:
         models = Counter(device.model for device in devices)
-        yield from heading("Devices", ", ".join(f"{number} x {model}" for model, number in models.items()), width)
-        yield from _device_lines(devices, width)
-        yield from paragraph("None of busy, SM active and power alone says whether work gets done.", width, DIM)
-    yield from heading("Processes", "", width)
-    yield from processes(picture.processes, devices, width)
+        yield from render_heading(
+            "Devices", ", ".join(f"{number} x {model}" for model, number in models.items()), width
+        )
+        yield from _render_devices(devices, width)
+        yield from render_paragraph(
+            "None of busy, SM active and power alone says whether work gets done.", width, DIM_STYLE
+        )
+    yield from render_heading("Processes", "", width)
+    yield from render_processes(picture.processes, devices, width)
 
 
-def _device_lines(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
+def _render_devices(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
     columns = [
         TextColumn("GPU"), TextColumn("busy", right=False), TextColumn("SM active"),
         TextColumn("memory"), TextColumn("power"), TextColumn("FLOP/s"),
@@ -208,30 +224,30 @@ def _device_lines(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]
     cells: list[list[Cell]] = []
     for device in devices:
         values = device.values
-        busy, active = _value(values, "gpu_busy_ratio"), _value(values, "gpu_sm_active_ratio")
-        memory, power = _value(values, "gpu_memory_used_bytes"), _value(values, "gpu_power_watts")
+        busy, active = _find_value(values, "gpu_busy_ratio"), _find_value(values, "gpu_sm_active_ratio")
+        memory, power = _find_value(values, "gpu_memory_used_bytes"), _find_value(values, "gpu_power_watts")
         rates = [value for value in values if value.metric == f"{PREFIX}gpu_flops"]
         bounds = [[value.value for value in rates if value.labels["bound"] == bound] for bound in ("low", "high")]
         rate = _NONE
         if bounds[0] and bounds[1]:
             low, high = bounds[0][0], bounds[1][0]
-            rate = units.flop_rate(low) if low == high else f"{low / 1e12:.3g} – {units.flop_rate(high)}"
+            rate = units.format_flop_rate(low) if low == high else f"{low / 1e12:.3g} – {units.format_flop_rate(high)}"
         cells.append([
             device.index,
-            Text(_NONE) if busy is None else Text.assemble(_bar(busy), f" {units.per_cent(busy):>5} %"),
-            _NONE if active is None else f"{units.per_cent(active)} %",
-            _NONE if memory is None else units.size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
+            Text(_NONE) if busy is None else Text.assemble(_draw_bar(busy), f" {units.format_percent(busy):>5} %"),
+            _NONE if active is None else f"{units.format_percent(active)} %",
+            _NONE if memory is None else units.format_size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
         ])  # fmt: skip
 
-    def remark(row: int, left: int) -> Text:
+    def remark(row: int, width_left: int) -> Text:
         """Why it is stale, else whose it is."""
         stale = devices[row].stale
-        return Text(_cut(stale or ", ".join(devices[row].jobs), left), "red" if stale else "")
+        return Text(_cut(stale or ", ".join(devices[row].jobs), width_left), "red" if stale else "")
 
-    yield from lines(columns, cells, ("", remark), width)
+    yield from render_table(columns, cells, ("", remark), width)
 
 
-def host_values(client: AgentClient) -> HostValues:
+def fetch_host_values(client: AgentClient) -> HostValues:
     """Busy share of processors and used memory, from the last minute."""
     cpu = memory = None
     rates = {
@@ -252,7 +268,7 @@ def host_values(client: AgentClient) -> HostValues:
     return HostValues(cpu, memory)
 
 
-def query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator[Text]:
+def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator[Text]:
     """A line for each series: what it is of, its last value, its range, its curve.
 
     Args:
@@ -265,15 +281,17 @@ def query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator
     if series:
         first, last = min(curve.times_ns[0] for curve in series), max(curve.times_ns[-1] for curve in series)
     unit = f"  {answer.unit}" if answer.unit else ""
-    yield Text.assemble((answer.metric, "bold"), (f"{unit}, {_clock(first)} to {_clock(last)}", DIM))
+    yield Text.assemble((answer.metric, "bold"), (f"{unit}, {_format_time(first)} to {_format_time(last)}", DIM_STYLE))
     if not series:
-        yield from paragraph(
+        yield from render_paragraph(
             "Nothing that you may see is known of it in this time; `traceloom agent doctor` says what does not work.",
             width,
         )
         return
     labels = list(dict.fromkeys(label for curve in series for label in curve.labels))
-    room = max(8, min(40, (width - 45) // max(len(labels), 1)))  # the other columns, and a curve that can be seen
+    label_width = max(
+        8, min(40, (width - 45) // max(len(labels), 1))
+    )  # the other columns, and a curve that can be seen
     columns = [
         *(TextColumn(label, right=False) for label in labels),
         TextColumn("last"),
@@ -283,31 +301,33 @@ def query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator
     cells: list[list[Cell]] = [
         [
             *(
-                f"GPU {sanitize(index[value])}" if label == "device" and value in index else _cut(value or _NONE, room)
+                f"GPU {sanitize(index[value])}"
+                if label == "device" and value in index
+                else _cut(value or _NONE, label_width)
                 for label in labels
                 for value in [curve.labels.get(label, "")]
             ),
-            *(_written(value, answer.unit) for value in (curve.values[-1], min(curve.values), max(curve.values))),
+            *(_format_value(value, answer.unit) for value in (curve.values[-1], min(curve.values), max(curve.values))),
         ]
         for curve in series
     ]
     longest = min(60, max(len(curve.values) for curve in series))
-    yield from lines(
+    yield from render_table(
         columns,
         cells,
-        ("", lambda row, left: Text(_curve(series[row], first, last, min(left, longest)), _COLOR)),
+        ("", lambda row, left: Text(_draw_curve(series[row], first, last, min(left, longest)), _COLOR)),
         width,
     )
 
 
-def metrics(width: int) -> Iterator[Text]:
+def render_metrics(width: int) -> Iterator[Text]:
     """All metrics, with their labels."""
     for metric in METRICS.values():
-        yield Text.assemble(f"{metric.name}", (f"{{{','.join(metric.labels)}}}" if metric.labels else "", DIM))
-        yield from paragraph(metric.help, width, DIM, indent=4)
+        yield Text.assemble(f"{metric.name}", (f"{{{','.join(metric.labels)}}}" if metric.labels else "", DIM_STYLE))
+        yield from render_paragraph(metric.help, width, DIM_STYLE, indent=4)
 
 
-def metrics_document() -> list[dict[str, object]]:
+def build_metrics_document() -> list[dict[str, object]]:
     """All metrics as JSON."""
     return [
         {
@@ -321,7 +341,7 @@ def metrics_document() -> list[dict[str, object]]:
     ]
 
 
-def learned(answer: TraceAnswer) -> Iterator[Text]:
+def render_learned_job(answer: TraceAnswer) -> Iterator[Text]:
     """What a trace tells of its job, and which metrics that makes possible."""
     yield Text(f"A step of job {answer.job}, as its trace shows it (mean of its processes):")
     mix, total = answer.dtype_mix, sum(answer.dtype_mix.values())
@@ -329,9 +349,9 @@ def learned(answer: TraceAnswer) -> Iterator[Text]:
         f"{kind} {flops / total:.0%}" for kind, flops in sorted(mix.items(), key=itemgetter(1), reverse=True)
     )
     flops, roofline, copied = answer.flops_per_step, answer.roofline_ratio, answer.copied_bytes_per_step
-    size = None if copied is None else units.size(int(copied))
+    size = None if copied is None else units.format_size(int(copied))
     facts = (
-        ("FLOPs", None if flops is None else units.flops(flops), "job_flops_error_ratio"),
+        ("FLOPs", None if flops is None else units.format_flops(flops), "job_flops_error_ratio"),
         ("matrix types", types, 'job_flops{method="trace"}'),
         ("roofline", None if roofline is None else f"{roofline:.1%}", "job_roofline_ratio"),
         ("copied to device", size, 'job_input_bytes_total{source="copies"}'),
@@ -339,33 +359,41 @@ def learned(answer: TraceAnswer) -> Iterator[Text]:
     for name, value, metric in facts:
         yield Text(f"  {name:<17}{value or 'not in the trace':<28}{metric}")
     if flops is None:
-        yield Text("FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.", DIM)
+        yield Text(
+            "FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.", DIM_STYLE
+        )
 
 
-def stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
+def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
     """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call to the innermost."""
-    yield from paragraph(answer.sentence, width, "bold")
+    yield from render_paragraph(answer.sentence, width, "bold")
     titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
     for role, groups in groupby(answer.groups, key=attrgetter("role")):
-        yield from heading(titles[role], "from the outermost call to the innermost", width)
+        yield from render_heading(titles[role], "from the outermost call to the innermost", width)
         for group in groups:
-            ranks, pids = numbers(group.ranks), numbers(group.pids)
-            who = f"{'rank' if len(group.ranks) == 1 else 'ranks'} {ranks}" if ranks else ""
-            who = f"process {pids} of {who}" if who and role == "worker" else who or f"process {pids}"
+            ranks, pids = format_ranges(group.ranks), format_ranges(group.pids)
+            process_label = f"{'rank' if len(group.ranks) == 1 else 'ranks'} {ranks}" if ranks else ""
+            process_label = (
+                f"process {pids} of {process_label}"
+                if process_label and role == "worker"
+                else process_label or f"process {pids}"
+            )
             calls = " > ".join(
                 function if line else function.partition("<")[0]  # templates of C++ fill pages
                 for function, _, line in group.frames
                 if function != "<module>" and not function.startswith("pybind11::")
             )
             innermost = next(((file, line) for _, file, line in reversed(group.frames) if line), None)
-            where = f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
+            source_location = f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
             thread = f" {sanitize(group.thread)}" if group.thread else ""
-            text = f"{calls or 'no call that can be seen'}{where}"
-            yield from paragraph(f"{who}{thread}: {text}", width, SEVERITY["warning"][1] if group.elsewhere else "")
+            text = f"{calls or 'no call that can be seen'}{source_location}"
+            yield from render_paragraph(
+                f"{process_label}{thread}: {text}", width, SEVERITY_STYLES["warning"][1] if group.elsewhere else ""
+            )
     if not native and any(group.elsewhere for group in answer.groups):
-        yield from paragraph(
+        yield from render_paragraph(
             "A wait inside C++ (work.wait(), backward) looks like the Python that called it; --native tells which.",
-            width, DIM,
+            width, DIM_STYLE,
         )  # fmt: skip
 
 
@@ -373,24 +401,26 @@ def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
     """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
     if not answer.hangs:
         watched = answer.watched
-        text = f"No job of yours hangs; steps are known of {units.count_of(len(watched), 'job')}."
-        yield from paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
+        text = f"No job of yours hangs; steps are known of {units.format_quantity(len(watched), 'job')}."
+        yield from render_paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
         if not watched:
-            yield from paragraph(
+            yield from render_paragraph(
                 "A hang is seen of jobs whose steps are known: by probes (`traceloom agent doctor`), or reported.",
                 width,
-                DIM,
+                DIM_STYLE,
             )
     for hang in answer.hangs:
-        lasted = None if hang.over_ns is None else units.duration(max(hang.over_ns - hang.since_ns, 0))
+        lasted = None if hang.over_ns is None else units.format_duration(max(hang.over_ns - hang.since_ns, 0))
         became = {
             "hangs": "hangs", "recovered": f"went on after {lasted}", "ended": f"ended after {lasted}",
             "unknown": "hung when the host or the agent ended",
         }[hang.state]  # fmt: skip
-        style = SEVERITY["error"][1] if hang.state == "hangs" else DIM
-        yield Text.assemble((sanitize(hang.job), "bold"), f"  since {_clock(hang.since_ns)}  ", (became, style))
-        yield from paragraph(hang.sentence or "its processes are being looked at", width, indent=2)
-        yield from paragraph(hang.directory or f"no bundle: {hang.no_bundle or 'not yet'}", width, DIM, indent=2)
+        style = SEVERITY_STYLES["error"][1] if hang.state == "hangs" else DIM_STYLE
+        yield Text.assemble((sanitize(hang.job), "bold"), f"  since {_format_time(hang.since_ns)}  ", (became, style))
+        yield from render_paragraph(hang.sentence or "its processes are being looked at", width, indent=2)
+        yield from render_paragraph(
+            hang.directory or f"no bundle: {hang.no_bundle or 'not yet'}", width, DIM_STYLE, indent=2
+        )
 
 
 EXAMPLE_RULES = """\
@@ -412,76 +442,96 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
         yield Text("")
         yield from (Text(f"  {line}") for line in EXAMPLE_RULES.splitlines())
         yield Text("")
-        yield from paragraph("It counts when the agent is started again. More: docs/how-to/triggers.md", width, DIM)
+        yield from render_paragraph(
+            "It counts when the agent is started again. More: docs/how-to/triggers.md", width, DIM_STYLE
+        )
         return
-    left, whole, share = units.size(answer.bytes_left), units.size(answer.bytes_per_day), answer.share
-    yield from paragraph(
-        f"{left} of {whole} a day are left; a process is traced for at most {units.per_cent(share)} % of its time.",
+    remaining, budget, share = (
+        units.format_size(answer.bytes_left),
+        units.format_size(answer.bytes_per_day),
+        answer.share,
+    )
+    yield from render_paragraph(
+        f"{remaining} of {budget} a day are left; a process is traced for at most {units.format_percent(share)} % of its time.",
         width,
     )
     if answer.trouble:
-        yield from paragraph(f"What was spent is in memory alone: {answer.trouble}", width, SEVERITY["warning"][1])
+        yield from render_paragraph(
+            f"What was spent is in memory alone: {answer.trouble}", width, SEVERITY_STYLES["warning"][1]
+        )
     for rule in answer.rules:
-        yield from heading(sanitize(rule.name), f"{rule.on}, traces {rule.target}", width)
-        cost = f"{units.duration(int(rule.traced_seconds * 1e9))} traced, {units.size(rule.kept_bytes)} kept"
-        yield Text(f"  {units.count_of(rule.fired, 'request')}" + (f": {cost}" if rule.fired else ""))
+        yield from render_heading(sanitize(rule.name), f"{rule.on}, traces {rule.target}", width)
+        cost = (
+            f"{units.format_duration(int(rule.traced_seconds * 1e9))} traced, {units.format_size(rule.kept_bytes)} kept"
+        )
+        yield Text(f"  {units.format_quantity(rule.fired, 'request')}" + (f": {cost}" if rule.fired else ""))
         if last := rule.last:
-            yield from paragraph(
-                f"last {_clock(last.at_ns)}, request {last.request}, {last.target}: {last.what}",
+            yield from render_paragraph(
+                f"last {_format_time(last.at_ns)}, request {last.request}, {last.target}: {last.what}",
                 width,
                 indent=2,
             )
         if rule.refusals:
-            reasons = ", ".join(f"{units.count(number)} {reason}" for reason, number in sorted(rule.refusals.items()))
-            yield from paragraph(f"refused: {reasons}", width, indent=2)
+            reasons = ", ".join(
+                f"{units.format_count(number)} {reason}" for reason, number in sorted(rule.refusals.items())
+            )
+            yield from render_paragraph(f"refused: {reasons}", width, indent=2)
         if refusal := rule.last_refusal:
-            when, why = _clock(refusal.at_ns), f"{refusal.detail} ({refusal.reason})"
-            yield from paragraph(f"last refusal {when}, {refusal.target}: {why}", width, DIM, indent=2)
+            when, refusal_text = _format_time(refusal.at_ns), f"{refusal.detail} ({refusal.reason})"
+            yield from render_paragraph(
+                f"last refusal {when}, {refusal.target}: {refusal_text}", width, DIM_STYLE, indent=2
+            )
         if rule.trouble:
-            yield from paragraph(
-                f"as things are it cannot fire: {rule.trouble}", width, SEVERITY["warning"][1], indent=2
+            yield from render_paragraph(
+                f"as things are it cannot fire: {rule.trouble}", width, SEVERITY_STYLES["warning"][1], indent=2
             )
 
 
-def doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]:
+def render_doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]:
     """What works, what not, why, and what would help."""
     number = Counter[str](check.works for check in answer.checks)
-    parts = [f"{number[works]} {words}" for works, (words, _, _) in _WORKS.items() if number[works]]
-    yield from paragraph(f"Of {units.count_of(len(answer.checks), 'thing')}, {', '.join(parts)}.", width, "bold")
+    parts = [f"{number[works]} {state_label}" for works, (state_label, _, _) in _CHECK_STATES.items() if number[works]]
+    yield from render_paragraph(
+        f"Of {units.format_quantity(len(answer.checks), 'thing')}, {', '.join(parts)}.", width, "bold"
+    )
     if not running:
-        yield from paragraph("No agent runs; this is what one would have, run by you: traceloom agent run", width, DIM)
+        yield from render_paragraph(
+            "No agent runs; this is what one would have, run by you: traceloom agent run", width, DIM_STYLE
+        )
     checks = sorted(answer.checks, key=lambda check: (*_AREAS, check.area).index(check.area))
-    for area, of_area in groupby(checks, key=attrgetter("area")):
-        yield from heading(area, "", width)
-        for check in of_area:
-            _, mark, style = _WORKS[check.works]
+    for area, area_checks in groupby(checks, key=attrgetter("area")):
+        yield from render_heading(area, "", width)
+        for check in area_checks:
+            _, mark, style = _CHECK_STATES[check.works]
             yield Text.assemble(" ", (mark, style), f" {sanitize(check.name)}")
-            yield from paragraph(check.why, width, DIM, indent=3)
+            yield from render_paragraph(check.why, width, DIM_STYLE, indent=3)
             if check.help:
-                yield from paragraph(f"→ {check.help}", width, indent=3)
+                yield from render_paragraph(f"→ {check.help}", width, indent=3)
 
 
-def _clock(at_ns: int) -> str:
+def _format_time(at_ns: int) -> str:
     """The time of day here, with the date where it is not today's."""
-    at, now = (dt.datetime.fromtimestamp(ns / 1e9, tz=dt.timezone.utc).astimezone() for ns in (at_ns, time.time_ns()))
-    return at.strftime("%H:%M:%S" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S")
+    local_time, now = (
+        dt.datetime.fromtimestamp(ns / 1e9, tz=dt.timezone.utc).astimezone() for ns in (at_ns, time.time_ns())
+    )
+    return local_time.strftime("%H:%M:%S" if local_time.date() == now.date() else "%Y-%m-%d %H:%M:%S")
 
 
-def _value(values: Sequence[ValueAnswer], metric: str) -> float | None:
+def _find_value(values: Sequence[ValueAnswer], metric: str) -> float | None:
     return next((value.value for value in values if value.metric == PREFIX + metric), None)
 
 
-def _written(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     if unit.startswith("bytes"):
-        return units.byte_rate(value) if unit.endswith("/s") else units.size(int(value))
+        return units.format_byte_rate(value) if unit.endswith("/s") else units.format_size(int(value))
     if unit == "ratio":
-        return f"{units.per_cent(value)} %"
+        return f"{units.format_percent(value)} %"
     if unit == "seconds":
-        return units.duration(int(value * 1e9))
+        return units.format_duration(int(value * 1e9))
     return f"{value:.4g}"
 
 
-def _curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
+def _draw_curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
     """Means over equal times, from the least to the greatest; blank where nothing is known.
 
     The curves of an answer have one axis of time; values that are all equal are a line along the bottom.
@@ -493,13 +543,13 @@ def _curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
     for at_ns, value in zip(times, values, strict=True):
         parts[min(width * (at_ns - first_ns) // max(last_ns - first_ns, 1), width - 1)].append(value)
     means = [fmean(part) for part in parts if part]
-    levels = iter(sparkline([mean - min(means) for mean in means], width))
+    levels = iter(draw_sparkline([mean - min(means) for mean in means], width))
     return "".join(next(levels) if part else " " for part in parts)
 
 
-def _bar(share: float) -> Text:
-    bar = plain(min(max(share, 0.0), 1.0), _BAR, _COLOR)
-    return bar + Text("·" * (_BAR - bar.cell_len), DIM)
+def _draw_bar(share: float) -> Text:
+    bar = draw_bar(min(max(share, 0.0), 1.0), _BAR_WIDTH, _COLOR)
+    return bar + Text("·" * (_BAR_WIDTH - bar.cell_len), DIM_STYLE)
 
 
 def _cut(text: str, width: int) -> str:

@@ -14,12 +14,12 @@ from traceloom.cli import outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import PartialError
 from traceloom.system.sanitize import sanitize
-from traceloom.system.units import per_cent
+from traceloom.system.units import format_percent
 
 if TYPE_CHECKING:
     from traceloom.workload.anonymize.run import Anonymized
 
-_SHOWN = 12
+_MAX_FIELDS = 12
 DESCRIPTION = (
     "Rewrite traces so that nothing in them tells whose they are; times, dependencies and the order of"
     " sizes stay. What is not understood is left out. Read the leak report before you share anything."
@@ -62,65 +62,65 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Anonymise; exit code 4 where an input was refused and the rest was done."""
-    from traceloom.workload.anonymize.inputs import ENDINGS, OURS
-    from traceloom.workload.anonymize.policy import random_key, read_key, read_policy
+    from traceloom.workload.anonymize.inputs import ENDINGS, OUTPUT_FILES
+    from traceloom.workload.anonymize.policy import generate_key, read_key, read_policy
     from traceloom.workload.anonymize.run import anonymize
 
-    outputs.form_of(args, dict.fromkeys(ENDINGS, "file"), OURS, mostly_directory=True)
+    outputs.resolve_output_format(args, dict.fromkeys(ENDINGS, "file"), OUTPUT_FILES, default_to_directory=True)
     policy = read_policy(args.policy).with_structure(args.structure)
     if args.purpose == "replay":
         policy = policy.for_replay()
-    key, fresh = (random_key(), False) if args.key is None else read_key(args.key)
-    with Progress(shown=not args.quiet) as progress:
+    key, fresh = (generate_key(), False) if args.key is None else read_key(args.key)
+    with Progress(enabled=not args.quiet) as progress:
         inputs = [Path(name) for name in args.inputs]
-        outcome = anonymize(inputs, args.output, policy, key, args.map, force=args.force, say=progress.say)
+        outcome = anonymize(inputs, args.output, policy, key, args.map, force=args.force, on_status=progress.say)
     if args.json:
         import msgspec
 
-        from traceloom.system.text import json_line
+        from traceloom.system.text import encode_json
 
-        sys.stdout.buffer.write(msgspec.json.format(json_line(outcome.report), indent=1) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(encode_json(outcome.report), indent=1) + b"\n")
     elif not args.quiet:
-        for line in _lines(outcome):
+        for line in _render_outcome(outcome):
             print(line)
     if fresh:
-        outputs.add_reason(
+        outputs.print_messages(
             args, f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself."
         )
     if args.map:
-        outputs.add_reason(
+        outputs.print_messages(
             args, f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself."
         )
     verb = "validate" if all(file["kind"] in ("et", "groups") for file in outcome.report["files"]) else "report"
-    outputs.add_reason(
+    outputs.print_messages(
         args,
         f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it.",
         f"Wrote {outcome.output}; look at it: traceloom {verb} {shlex.quote(str(outcome.output))}",
     )
     if outcome.refused:
-        more = f" (and {len(outcome.refused) - 1} more)" if len(outcome.refused) > 1 else ""
-        raise PartialError(f"refused: {outcome.refused[0]}{more}", slug="refused-input")
+        others_note = f" (and {len(outcome.refused) - 1} more)" if len(outcome.refused) > 1 else ""
+        raise PartialError(f"refused: {outcome.refused[0]}{others_note}", slug="refused-input")
     return 0
 
 
-def _lines(outcome: Anonymized) -> Iterator[str]:
+def _render_outcome(outcome: Anonymized) -> Iterator[str]:
     """What was left out, what the analyses say before and after, and which texts the output still holds."""
     report = outcome.report
     read = sum(file.get("entries_in", 0) for file in report["files"])
-    kept = sum(file.get("entries_out", 0) for file in report["files"])
+    retained = sum(file.get("entries_out", 0) for file in report["files"])
     files = len(report["files"])
-    yield f"{files} file{'' if files == 1 else 's'}, {read:,} entries read, {kept:,} written"
+    yield f"{files} file{'' if files == 1 else 's'}, {read:,} entries read, {retained:,} written"
 
     yield "\nLeft out"
     rows = [(f"entries: {reason}", count) for reason, count in report["dropped_entries"].items()]
     rows += [(f"files: {reason}", count) for reason, count in report["left_out"].items()]
     unknown = [field for field in report["dropped"] if field["unknown"]]
-    by_policy = [field for field in report["dropped"] if not field["unknown"]]
-    rows += [(f"by policy: {field['name']}", field["count"]) for field in by_policy[:_SHOWN]]
-    rows += [(f"not understood: {field['name']}", field["count"]) for field in unknown[:_SHOWN]]
+    policy_fields = [field for field in report["dropped"] if not field["unknown"]]
+    rows += [(f"by policy: {field['name']}", field["count"]) for field in policy_fields[:_MAX_FIELDS]]
+    rows += [(f"not understood: {field['name']}", field["count"]) for field in unknown[:_MAX_FIELDS]]
     for label, count in rows:
         yield f"  {count:>10,}  {sanitize(label)}"
-    hidden = max(0, len(by_policy) - _SHOWN) + max(0, len(unknown) - _SHOWN)
+    hidden = max(0, len(policy_fields) - _MAX_FIELDS) + max(0, len(unknown) - _MAX_FIELDS)
     if hidden or not rows:
         yield f"  {'':>10}  and {hidden} more, in the report" if hidden else "  nothing"
 
@@ -148,7 +148,9 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
         yield "\nReplay: what runs again, by a dry run"
         for rank in report["replay"]["ranks"]:
             time = (
-                "" if not rank["duration_ns"] else f", {per_cent(rank['run_ns'] / rank['duration_ns'])} % of their time"
+                ""
+                if not rank["duration_ns"]
+                else f", {format_percent(rank['run_ns'] / rank['duration_ns'])} % of their time"
             )
             other = f"; {rank['other_shapes']:,} give other shapes" if rank["other_shapes"] else ""
             yield f"  rank {rank['rank']}: {rank['run']:,} of {rank['operators']:,} operators{time}{other}"
@@ -162,17 +164,17 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
     yield f"  {counts['public']:>10,}  public vocabulary"
     yield f"  {counts['format']:>10,}  words of the format"
     yield f"  {counts['other']:>10,}  others, all of them here or in the report:"
-    others = [leak["text"] for leak in leaks["strings"] if leak["class"] == "other"]
-    for text in others[:_SHOWN]:
+    other_texts = [leak["text"] for leak in leaks["strings"] if leak["class"] == "other"]
+    for text in other_texts[:_MAX_FIELDS]:
         yield f"              {sanitize(text)[:100]}"
-    if len(others) > _SHOWN:
-        yield f"              ... and {len(others) - _SHOWN} more"
+    if len(other_texts) > _MAX_FIELDS:
+        yield f"              ... and {len(other_texts) - _MAX_FIELDS} more"
     if leaks["echoes"]:
-        words = ", ".join(sanitize(echo["word"]) for echo in leaks["echoes"][:_SHOWN])
-        yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {words}"
+        echoed_words = ", ".join(sanitize(echo["word"]) for echo in leaks["echoes"][:_MAX_FIELDS])
+        yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {echoed_words}"
     if leaks["arguments"]:
-        kept = ", ".join(f"{count:,} {name}" for name, count in sorted(leaks["arguments"].items()))
-        yield f"  arguments of operators: {kept}"
+        retained = ", ".join(f"{count:,} {name}" for name, count in sorted(leaks["arguments"].items()))
+        yield f"  arguments of operators: {retained}"
     if shapes["distinct"]:
         yield f"  shapes: {shapes['distinct']:,} distinct, {shapes['distinct_after']:,} after ({shapes['policy']})"
         if shapes["kept_factors"]:

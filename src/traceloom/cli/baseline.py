@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     compare = parser.add_argument_group("compare")
     checks.add_conditions(compare)
     compare.add_argument(
-        "--power", type=types.share, metavar="CHANGE",
+        "--power", type=types.parse_percentage, metavar="CHANGE",
         help="say how many runs a side would show a change of this size: 5%%",
     )  # fmt: skip
     checks.add_output(parser, "result")
@@ -73,18 +73,18 @@ def run(args: argparse.Namespace) -> int:
 def _save(args: argparse.Namespace) -> int:
     from traceloom.report import baseline_store as store
 
-    store.checked(args.name)
-    baseline_store = store.Store(args.store)
-    outputs.check_name_free(args, f"baseline `{args.name}`", lambda: args.name in baseline_store.names())
+    store.check_baseline_name(args.name)
+    baseline_store = store.BaselineStore(args.store)
+    outputs.check_name_available(args, f"baseline `{args.name}`", lambda: args.name in baseline_store.names())
     refused: list[Notice] = []
-    with Progress(shown=not args.quiet) as progress:
-        runs = _summaries(args, progress, refused)
-        where = baseline_store.save(args.name, runs, int(time.time()), force=args.force)
+    with Progress(enabled=not args.quiet) as progress:
+        runs = _summarise_runs(args, progress, refused)
+        location = baseline_store.save(args.name, runs, int(time.time()), force=args.force)
     if args.json:
-        outputs.as_json({"name": args.name, "where": where, "runs": len(runs)}, sys.stdout.buffer)
+        outputs.write_json({"name": args.name, "where": location, "runs": len(runs)}, sys.stdout.buffer)
     elif not args.quiet:
-        many = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-        print(f"Wrote {where} ({many}).")
+        run_count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+        print(f"Wrote {location} ({run_count}).")
         if len(runs) == 1:
             print("One run says nothing of how runs differ: several make a verdict that holds.")
         store_option = [] if args.store == _STORE else ["--store", args.store]
@@ -94,11 +94,11 @@ def _save(args: argparse.Namespace) -> int:
     return 0
 
 
-def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
+def _summarise_runs(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
     from traceloom.analyze import gate_summary
 
     progress.say("reading")
-    sessions = checks.runs(args.runs, args, refused)
+    sessions = checks.load_sessions(args.runs, args, refused)
     progress.say("measuring")
     return [gate_summary.summarise(session) for session in sessions]
 
@@ -108,20 +108,20 @@ def _list(args: argparse.Namespace) -> int:
     from traceloom.report import verdict
     from traceloom.report.views import terminal
 
-    baseline_store = store.Store(args.store)
+    baseline_store = store.BaselineStore(args.store)
     rows: list[BaselineRow] = []
     damaged: list[InputError] = []
 
     for name in baseline_store.names():
         try:
-            rows.append(verdict.row(name, baseline_store.load(name)))
+            rows.append(verdict.build_baseline_row(name, baseline_store.load(name)))
         except InputError as error:  # noqa: PERF203  (each baseline on its own)
             damaged.append(error)
     if args.json:
         document: BaselinesDocument = {"store": args.store, "baselines": rows}
-        outputs.as_json(document, sys.stdout.buffer)
+        outputs.write_json(document, sys.stdout.buffer)
     elif rows:
-        terminal.put(partial(verdict.render_baselines, rows, args.top), sys.stdout)
+        terminal.print_lines(partial(verdict.render_baselines, rows, args.top), sys.stdout)
     elif not damaged:
         print(f"There is no baseline in {args.store}; traceloom baseline save NAME RUN makes one.")
     if damaged:
@@ -134,21 +134,21 @@ def _compare(args: argparse.Namespace) -> int:
     from traceloom.report import baseline_store, verdict
 
     conditions = checks.read_conditions(args.conditions)
-    chosen = outputs.targets(args, checks.FORMATS)
-    base = baseline_store.Store(args.store).load(args.name)
+    targets = outputs.resolve_output_files(args, checks.FORMATS)
+    base = baseline_store.BaselineStore(args.store).load(args.name)
     refused: list[Notice] = []
-    with Progress(shown=not args.quiet) as progress:
-        runs = _summaries(args, progress, refused)
+    with Progress(enabled=not args.quiet) as progress:
+        runs = _summarise_runs(args, progress, refused)
         progress.say("comparing")
         judged = gate.judge(base.runs, runs, conditions)
-        sides = ((f"baseline {args.name}", base.runs), (checks.named(args.runs), runs))
+        sides = ((f"baseline {args.name}", base.runs), (checks.format_side_name(args.runs), runs))
         document = verdict.build(judged, *sides, strict=args.strict, effect=args.power)
-        written = outputs.write(args, chosen, document, progress)
+        written = outputs.write_output_files(args, targets, document, progress)
     checks.show(args, document)
     flags = [] if args.store == _STORE else ["--store", args.store]
     flags += [part for text in args.conditions for part in ("--fail-if", text)]
-    again = shlex.join([args.name, *args.runs, *flags])
-    outputs.print_outcome(args, written, f"traceloom baseline compare {again} -o check.md")
-    checks.conclude(document)
+    arguments = shlex.join([args.name, *args.runs, *flags])
+    outputs.print_outcome(args, written, f"traceloom baseline compare {arguments} -o check.md")
+    checks.raise_unless_passed(document)
     checks.end_with_refusals(refused)
     return 0

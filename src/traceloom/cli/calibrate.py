@@ -39,25 +39,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="recorded runs, directories of traces or trace files; the files of one run together",
     )  # fmt: skip
     parser.add_argument(
-        "--ranks-per-host", type=types.count, metavar="N", help="where the traces name no hosts: N ranks on each"
+        "--ranks-per-host", type=types.parse_count, metavar="N", help="where the traces name no hosts: N ranks on each"
     )
     parser.add_argument("--json", action="store_true", help="print the fits as JSON")
-    outputs.add_output(parser, ".toml for `simulate --machine`, .json")
-    here = parser.add_argument_group("measuring")
-    here.add_argument("--here", action="store_true", help="measure this machine instead of reading runs; needs torch")
-    here.add_argument(
-        "--ranks", type=types.count, metavar="N",
+    outputs.add_output_options(parser, ".toml for `simulate --machine`, .json")
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--here", action="store_true", help="measure this machine instead of reading runs; needs torch")
+    group.add_argument(
+        "--ranks", type=types.parse_count, metavar="N",
         help="processes (default: one for each device, two on processors; under torchrun its own)",
     )  # fmt: skip
-    here.add_argument("--device", metavar="KIND", help="cpu, cuda or xpu (default: the one there is)")
-    here.add_argument("--backend", metavar="NAME", help="gloo, nccl ... (default: the usual one of the device)")
-    here.add_argument(
-        "--max-size", type=types.size, metavar="SIZE",
+    group.add_argument("--device", metavar="KIND", help="cpu, cuda or xpu (default: the one there is)")
+    group.add_argument("--backend", metavar="NAME", help="gloo, nccl ... (default: the usual one of the device)")
+    group.add_argument(
+        "--max-size", type=types.parse_size, metavar="SIZE",
         help="the largest message (default: 64MiB on processors, 256MiB on devices)",
     )  # fmt: skip
-    here.add_argument("--powers", type=int, choices=(2, 4), help="from one size to the next times so many (default: 4)")
-    here.add_argument(
-        "--precision", type=types.share, metavar="PERCENT",
+    group.add_argument(
+        "--powers", type=int, choices=(2, 4), help="from one size to the next times so many (default: 4)"
+    )
+    group.add_argument(
+        "--precision", type=types.parse_percentage, metavar="PERCENT",
         help="repeat until medians are known so well, or for some tenths of a second (default: 3%%)",
     )  # fmt: skip
     types.add_reading(parser.add_argument_group("more"))
@@ -72,16 +74,16 @@ def run(args: argparse.Namespace) -> int:
         handle.write(encode_utf8(machine_text(answer.machine)))
 
     _check_options(args)
-    chosen = outputs.targets(args, {".toml": write_machine, ".json": outputs.as_json})
+    targets = outputs.resolve_output_files(args, {".toml": write_machine, ".json": outputs.write_json})
     is_first = not args.here or _is_first()
-    with Progress(shown=is_first and not args.quiet) as progress:
+    with Progress(enabled=is_first and not args.quiet) as progress:
         answer = _measure(args, progress) if args.here else _read(args, progress)
         if not is_first:
             return 0
         document = report.build_calibration(answer)
-        written = outputs.write(args, chosen, document, progress)
-    outputs.show(args, document, report.render_calibration)
-    outputs.print_outcome(args, written, outputs.repeat_command(args, "machine.toml"))
+        written = outputs.write_output_files(args, targets, document, progress)
+    outputs.print_document(args, document, report.render_calibration)
+    outputs.print_outcome(args, written, outputs.format_repeat_command(args, "machine.toml"))
     return 0
 
 
@@ -114,7 +116,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Calibration:
     options: dict[str, Any] = {
         names.get(name, name): value for name in _FOR_HERE if (value := getattr(args, name)) is not None
     }
-    return measure(**options, say=lambda what: progress.say(f"measuring {what}"))
+    return measure(**options, on_status=lambda what: progress.say(f"measuring {what}"))
 
 
 def _read(args: argparse.Namespace, progress: Progress) -> Calibration:

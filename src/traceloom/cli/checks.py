@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from traceloom.trace.notice import Notice
     from traceloom.trace.session import Session
 
-Writer = Callable[["VerdictDocument", BinaryIO], object]
+VerdictWriter = Callable[["VerdictDocument", BinaryIO], object]
 CONDITIONS = """\
 conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, per step
   METRIC  step_time gpu_time exposed_communication idle launches memory_peak
@@ -37,26 +37,26 @@ def add_conditions(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--strict", action="store_true", help="an inconclusive check fails, too")
 
 
-def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+def add_output(parser: argparse.ArgumentParser, result_name: str) -> None:
     """The options of files."""
-    outputs.add_output(parser, ".html, .md, .json")
+    outputs.add_output_options(parser, ".html, .md, .json")
     parser.add_argument(
-        "--top", type=types.count, default=10, metavar="N",
+        "--top", type=types.parse_count, default=10, metavar="N",
         help="rows of each table on the terminal (10)",
     )  # fmt: skip
-    more = parser.add_argument_group("more")
-    more.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
-    types.add_reading(more)
+    group = parser.add_argument_group("more")
+    group.add_argument("--json", action="store_true", help=f"print the {result_name} as JSON")
+    types.add_reading(group)
 
 
 def read_conditions(texts: Sequence[str]) -> list[Condition]:
     """The conditions; the default where none is given."""
-    from traceloom.analyze.gate import DEFAULT, parse
+    from traceloom.analyze.gate import DEFAULT_CONDITION, parse
 
-    return [parse(text) for text in texts or [DEFAULT]]
+    return [parse(text) for text in texts or [DEFAULT_CONDITION]]
 
 
-def runs(
+def load_sessions(
     paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], *, single: bool = False
 ) -> list[Session]:
     """All runs that the paths hold.
@@ -81,7 +81,7 @@ def runs(
     return sessions
 
 
-def named(paths: Sequence[str]) -> str:
+def format_side_name(paths: Sequence[str]) -> str:
     """What a side is called."""
     return restore_addresses(paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more")
 
@@ -91,14 +91,14 @@ def show(args: argparse.Namespace, document: VerdictDocument) -> None:
     from traceloom.report import verdict
 
     if args.json:
-        outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.is_printed(args):
+        outputs.write_json(document, sys.stdout.buffer)
+    elif outputs.should_print_document(args):
         verdict.show(document, args.top, sys.stdout)
     elif not args.quiet:
-        verdict.say(document, sys.stdout)
+        verdict.print_sentence(document, sys.stdout)
 
 
-def conclude(document: VerdictDocument) -> None:
+def raise_unless_passed(document: VerdictDocument) -> None:
     """End by the verdict.
 
     Raises:
@@ -119,14 +119,14 @@ def end_with_refusals(refused: Sequence[Notice]) -> None:
         PartialError: slug `refused-input`.
     """
     if refused:
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+        others_note = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{others_note}", slug="refused-input")
 
 
-_PAGE = outputs.lazy_renderer("traceloom.report.verdict:render_verdict_page")
-FORMATS: dict[str, Writer] = {
-    ".html": _PAGE,
-    ".htm": _PAGE,
-    ".md": outputs.lazy_renderer("traceloom.report.verdict:render_verdict_markdown"),
-    ".json": outputs.as_json,
+_render_page = outputs.make_lazy_writer("traceloom.report.verdict:render_verdict_page")
+FORMATS: dict[str, VerdictWriter] = {
+    ".html": _render_page,
+    ".htm": _render_page,
+    ".md": outputs.make_lazy_writer("traceloom.report.verdict:render_verdict_markdown"),
+    ".json": outputs.write_json,
 }

@@ -27,15 +27,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the script; returns the exit code."""
     import shtab
 
-    from traceloom.cli import actions, parser
-    from traceloom.report.sections import NAMES
+    from traceloom.cli import build_parser, list_actions
+    from traceloom.report.sections import SECTION_NAMES
 
-    whole = parser()
-    for action in actions(whole):
+    parser = build_parser()
+    for action in list_actions(parser):
         if action.dest == "only" and action.choices is None:  # the sections of a report
-            action.choices = NAMES
+            action.choices = SECTION_NAMES
         elif action.metavar in _FILES or action.metavar == "DIR":
             complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
             action.complete = complete  # type: ignore[attr-defined]  # as shtab wants to be told
-    print(shtab.complete(whole, args.shell), end="")
+    print(shtab.complete(parser, args.shell), end="")
     return 0

@@ -67,29 +67,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
     from traceloom.system import units
-    from traceloom.trace.notice import worst_first
+    from traceloom.trace.notice import sort_by_severity
     from traceloom.workload.chakra import convert
 
-    form = outputs.form_of(args, _FORMATS, convert.DIRECTORY_FILES)
+    format_name = outputs.resolve_output_format(args, _FORMATS, convert.DIRECTORY_FILES)
     wrong = hint = ""
-    if args.target == "astra-sim" and (form != "directory" or args.only):
-        wrong = "--target astra-sim writes a directory" if form != "directory" else "--only does not go with --target"
+    if args.target == "astra-sim" and (format_name != "directory" or args.only):
+        wrong = (
+            "--target astra-sim writes a directory"
+            if format_name != "directory"
+            else "--only does not go with --target"
+        )
         hint = "as in: traceloom convert job.graph sim/ --target astra-sim"
     elif args.gpu_only and args.target != "astra-sim":
         wrong, hint = "--gpu-only goes with --target astra-sim", "add --target astra-sim"
-    elif args.only and form not in {"chakra", "directory"}:
+    elif args.only and format_name not in {"chakra", "directory"}:
         wrong, hint = "--only writes Chakra files", "name a directory or an .et file as the output"
     if wrong:
         raise UsageError(wrong, slug="wrong-usage", hint=hint)
     target = Path(args.output)
     with (
-        Progress(shown=not args.quiet) as progress,
+        Progress(enabled=not args.quiet) as progress,
         convert.ConversionInput(Path(args.input), args.strict, progress.say) as source,
     ):
-        files, nodes, notices, following = _converted(source, target, form, args)
-        ends = _ends(source.graph(), target, notices, progress) if args.target == "astra-sim" else []
+        files, nodes, notices, following = _write_converted(source, target, format_name, args)
+        rank_ends = _compare_rank_ends(source.graph(), target, notices, progress) if args.target == "astra-sim" else []
     size = sum(file.stat().st_size for file in files)
-    notices = list(worst_first(tuple(notices))) if not args.json else notices
+    notices = list(sort_by_severity(tuple(notices))) if not args.json else notices
     if args.json:
         document = {
             "output": str(target),
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             "bytes": size,
             "nodes": nodes,
             "notices": [notice.to_dict() for notice in notices],
-            **({"ends": ends} if ends else {}),
+            **({"ends": rank_ends} if rank_ends else {}),
         }
         print(json.dumps(document))
     elif not args.quiet:
@@ -106,51 +110,51 @@ def run(args: argparse.Namespace) -> int:
             print(f"{notice.severity}: {rank}{notice.message} [{notice.slug}]", file=sys.stderr)
         if len(notices) > _SHOWN_NOTICES:
             print(f"and {len(notices) - _SHOWN_NOTICES} more notices; --json has them all", file=sys.stderr)
-        if ends:
-            low, high = (f(end["difference"] for end in ends) for f in (min, max))
-            ranks = f"its {len(ends)} ranks end" if len(ends) > 1 else "it ends"
-            span = f"{low:+.1%}" if len(ends) == 1 else f"{low:+.1%} to {high:+.1%}"
+        if rank_ends:
+            low, high = (f(end["difference"] for end in rank_ends) for f in (min, max))
+            ranks = f"its {len(rank_ends)} ranks end" if len(rank_ends) > 1 else "it ends"
+            span = f"{low:+.1%}" if len(rank_ends) == 1 else f"{low:+.1%} to {high:+.1%}"
             print(f"With recorded transfers {ranks} {span} off the measurement in ASTRA-sim.")
-        many = f", {len(files)} files" if len(files) > 1 else ""
-        print(f"Wrote {target} ({nodes:,} nodes{many}, {units.size(size)}); next: {following}")
+        file_count = f", {len(files)} files" if len(files) > 1 else ""
+        print(f"Wrote {target} ({nodes:,} nodes{file_count}, {units.format_size(size)}); next: {following}")
     return 0
 
 
-def _ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress) -> list[dict[str, Any]]:
+def _compare_rank_ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress) -> list[dict[str, Any]]:
     """How far each rank ends from the measurement in what was written, with a notice where that is far."""
     from traceloom.errors import TraceloomError
-    from traceloom.formats.chakra.nodes import places, read_workload
+    from traceloom.formats.chakra.nodes import find_file_sets, read_workload
     from traceloom.trace.notice import Notice
     from traceloom.workload.simulate.astra_sim import run
 
-    measured = run.measured_ends(graph)
+    measured = run.find_measured_end_times(graph)
     if not graph.delays.height or not measured:  # nothing was measured
         return []
     progress.say("comparing with the measurement")
     try:
-        (files,) = places([target])
-        simulated = run.recorded_ends(read_workload(files))
+        (files,) = find_file_sets([target])
+        simulated = run.simulate_with_recorded_transfers(read_workload(files))
     except TraceloomError as error:
         notices.append(Notice("target-does-not-run", "error", f"what was written does not run: {error.message}"))
         return []
     ranks = sorted(graph.nodes["rank"].drop_nulls().unique().to_list())  # of each file
-    ends = [
+    rank_ends = [
         {"rank": rank, "measured_ns": (was := measured[rank]), "simulated_ns": now, "difference": now / max(was, 1) - 1}
         for rank, now in zip(ranks, simulated, strict=True)
         if rank in measured
     ]
-    worst = max(ends, key=lambda end: abs(end["difference"]))
-    if abs(worst["difference"]) > run.FAR:
+    worst = max(rank_ends, key=lambda end: abs(end["difference"]))
+    if abs(worst["difference"]) > run.MAX_END_DEVIATION:
         message = (
             f"with recorded transfers rank {worst['rank']} ends {worst['difference']:+.0%} off the measurement: a rank "
             "there runs one CPU operation, one GPU operation and one communication at a time"
         )
         notices.append(Notice("target-times-differ", "warning", message))
-    return ends
+    return rank_ends
 
 
-def _converted(
-    source: ConversionInput, target: Path, form: str, args: argparse.Namespace
+def _write_converted(
+    source: ConversionInput, target: Path, format_name: str, args: argparse.Namespace
 ) -> tuple[list[Path], int, list[Notice], str]:
     """What was written: the files, how many nodes, the notices, and the next useful step."""
     quoted = shlex.quote(str(target))
@@ -161,16 +165,16 @@ def _converted(
         written = result.write(target, force=args.force)
         nodes = sum(file.nodes.height for file in result.files)
         return written, nodes, [*source.notices, *result.notices], f"traceloom validate {quoted} --target astra-sim"
-    if form == "directory":
+    if format_name == "directory":
         written = source.write_directory(target, args.only, force=args.force)
         return written, source.nodes, source.notices, f"traceloom validate {quoted}"
-    if form == "chakra":
+    if format_name == "chakra":
         source.write_file(target, args.only, force=args.force)
         binary = target.name.lower().endswith((".et", ".et.gz"))
         following = f"traceloom validate {quoted}" if binary else f"traceloom convert {quoted} back.et"
         return [target], source.nodes, source.notices, following
     graph = source.graph()
-    if form == "graph":
+    if format_name == "graph":
         from traceloom.graph import graph as graph_store
 
         graph_store.save(graph, target, force=args.force)

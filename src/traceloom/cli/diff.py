@@ -61,27 +61,29 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
 
     page, markdown = (
-        outputs.lazy_renderer("traceloom.report.comparison:render"),
-        outputs.lazy_renderer("traceloom.report.views.markdown:render_comparison_markdown"),
+        outputs.make_lazy_writer("traceloom.report.comparison:render"),
+        outputs.make_lazy_writer("traceloom.report.views.markdown:render_comparison_markdown"),
     )
-    chosen = outputs.targets(args, {".html": page, ".htm": page, ".md": markdown, ".json": outputs.as_json})
+    targets = outputs.resolve_output_files(
+        args, {".html": page, ".htm": page, ".md": markdown, ".json": outputs.write_json}
+    )
     from traceloom.analyze import compare
     from traceloom.report import comparison
 
     refused: list[Notice] = []
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(enabled=not args.quiet) as progress:
         sessions: list[Session] = []
         for path, side in ((args.base, "base"), (args.new, "new")):
             progress.say(f"reading the {side}")
-            sessions += checks.runs([path], args, refused, single=True)
+            sessions += checks.load_sessions([path], args, refused, single=True)
         base, new = sessions
         progress.say("comparing")
         with pin_to_one_core(base.event_count + new.event_count):
             document = comparison.build(compare(base, new), base, new)
-            written = outputs.write(args, chosen, document, progress)
+            written = outputs.write_output_files(args, targets, document, progress)
     if args.json:
-        outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.is_printed(args):
+        outputs.write_json(document, sys.stdout.buffer)
+    elif outputs.should_print_document(args):
         from traceloom.report import comparison as terminal
 
         terminal.show(document, args.top, sys.stdout)
@@ -95,34 +97,34 @@ def _check(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from traceloom.analyze import compare, gate, gate_summary
-    from traceloom.analyze.gate import causes_of
+    from traceloom.analyze.gate import find_comparison_causes
     from traceloom.report import comparison, verdict
 
     conditions = checks.read_conditions(args.conditions)
-    chosen = outputs.targets(args, checks.FORMATS)
+    targets = outputs.resolve_output_files(args, checks.FORMATS)
     refused: list[Notice] = []
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(enabled=not args.quiet) as progress:
         sides = []
         for side, paths in (("base", [args.base, *args.more_base]), ("new", [args.new, *args.more_new])):
             progress.say(f"reading the {side}")
-            sides.append((checks.named(paths), checks.runs(paths, args, refused)))
+            sides.append((checks.format_side_name(paths), checks.load_sessions(paths, args, refused)))
         progress.say("comparing")
         runs = [[gate_summary.summarise(run) for run in sessions] for _, sessions in sides]
         judged = gate.judge(runs[0], runs[1], conditions)
-        usual = []
+        typical_runs = []
         for (_, sessions), summaries in zip(sides, runs, strict=True):
             # The run whose recorded steps take a middling time.
             means = [sum(run.scalars["step_time"]) / len(run.steps) for run in summaries]
-            usual.append(sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]])
-        compared = compare(*usual)
-        judged = replace(judged, causes=causes_of(compared))
+            typical_runs.append(sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]])
+        compared = compare(*typical_runs)
+        judged = replace(judged, causes=find_comparison_causes(compared))
         base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
-        comparison_document = comparison.build(compared, *usual)
+        comparison_document = comparison.build(compared, *typical_runs)
         document = verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
-        written = outputs.write(args, chosen, document, progress)
+        written = outputs.write_output_files(args, targets, document, progress)
     checks.show(args, document)
-    again = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
-    outputs.print_outcome(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
-    checks.conclude(document)
+    arguments = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
+    outputs.print_outcome(args, written, f"traceloom diff {shlex.join(arguments)} -o check.md")
+    checks.raise_unless_passed(document)
     checks.end_with_refusals(refused)
     return 0

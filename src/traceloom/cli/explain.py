@@ -19,8 +19,8 @@ from traceloom.errors import DOCUMENTATION, UsageError, nearest
 if TYPE_CHECKING:
     from rich.text import Text
 
-_PAGES = {"reference/messages.md": "message", "reference/validation-rules.md": "rule of traceloom validate"}
-_WIDEST = 100
+_PAGE_KINDS = {"reference/messages.md": "message", "reference/validation-rules.md": "rule of traceloom validate"}
+_MAX_WIDTH = 100
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 DESCRIPTION = (
     "Say what an error, a notice, a finding or a rule of validation means, and what to do about it. "
@@ -56,7 +56,7 @@ class Explanation(NamedTuple):
         return re.sub(r"[`*]|\]\([^)]*\)|\[", "", re.split(r"(?<=[.:;]) ", paragraph)[0])
 
 
-def entries() -> list[Explanation]:
+def load_explanations() -> list[Explanation]:
     """All that can be explained: findings first, in alphabetical order, then as the pages have it."""
     package = Path(__file__).resolve().parents[1]
     home = next(home for home in (package / "docs", package.parents[1] / "docs") if home.is_dir())
@@ -67,25 +67,25 @@ def entries() -> list[Explanation]:
         if colon:
             url = f"{DOCUMENTATION}/findings/{slug}/"
             out.append(
-                Explanation(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_with_addresses(text, url)}", url)
+                Explanation(slug, "finding", f"{title[:1].upper()}{title[1:]}.\n{_resolve_links(text, url)}", url)
             )
-    for page, kind in _PAGES.items():
+    for page, kind in _PAGE_KINDS.items():
         url = f"{DOCUMENTATION}/{page.removesuffix('.md')}/"
         parts = re.split(r"^### `?([^`\n]+)`?\n", (home / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         for slug, text in zip(parts[1::2], parts[2::2], strict=True):
-            own = re.split(r"^## ", text, flags=re.MULTILINE)[0]
-            out.append(Explanation(slug, kind, _with_addresses(own, url), f"{url}#{slug}"))
+            introduction = re.split(r"^## ", text, flags=re.MULTILINE)[0]
+            out.append(Explanation(slug, kind, _resolve_links(introduction, url), f"{url}#{slug}"))
     return out
 
 
-def _with_addresses(text: str, url: str) -> str:
+def _resolve_links(text: str, url: str) -> str:
     """Links to other pages of the documentation as addresses that lead there from everywhere."""
     from urllib.parse import urljoin
 
     def address(match: re.Match[str]) -> str:
         page = re.sub(r"(index)?\.md$", "", match[2])
-        folder = url if not match[2] else f"{urljoin(url.rstrip('/'), page).rstrip('/')}/"
-        return f"[{match[1]}]({folder}{match[3] or ''})"
+        page_url = url if not match[2] else f"{urljoin(url.rstrip('/'), page).rstrip('/')}/"
+        return f"[{match[1]}]({page_url}{match[3] or ''})"
 
     return _LINK.sub(address, text)
 
@@ -104,38 +104,38 @@ def run(args: argparse.Namespace) -> int:
     """
     from traceloom.report.views import terminal
 
-    every = entries()
-    chosen = [entry for entry in every if args.slug is not None and fnmatch(args.slug, entry.slug)]
-    if args.slug is not None and not chosen:
-        hint = nearest(args.slug, [entry.slug for entry in every]) + "traceloom explain lists all names"
+    explanations = load_explanations()
+    selected = [entry for entry in explanations if args.slug is not None and fnmatch(args.slug, entry.slug)]
+    if args.slug is not None and not selected:
+        hint = nearest(args.slug, [entry.slug for entry in explanations]) + "traceloom explain lists all names"
         raise UsageError(f"nothing is called `{args.slug}`", slug="no-such-name", hint=hint)
-    if chosen:
-        terminal.put(lambda width: _explained(chosen, width, quiet=args.quiet), sys.stdout)
+    if selected:
+        terminal.print_lines(lambda width: _render_explanations(selected, width, quiet=args.quiet), sys.stdout)
     else:
-        terminal.put(lambda width: _listed(every, width), sys.stdout)
+        terminal.print_lines(lambda width: _render_list(explanations, width), sys.stdout)
     return 0
 
 
-def _explained(chosen: list[Explanation], width: int, *, quiet: bool) -> Iterator[Text]:
+def _render_explanations(explanations: list[Explanation], width: int, *, quiet: bool) -> Iterator[Text]:
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.text import Text
 
-    console = Console(width=min(width, _WIDEST))
-    for entry in chosen:
+    console = Console(width=min(width, _MAX_WIDTH))
+    for entry in explanations:
         yield Text.assemble((entry.slug, "bold"), f"  {entry.kind}\n")
         for line in console.render_lines(Markdown(entry.text, hyperlinks=False), pad=False):
             yield Text.assemble(*((segment.text, segment.style or "") for segment in line))
         yield Text("" if quiet else f"\n{entry.url}", "dim")
 
 
-def _listed(every: list[Explanation], width: int) -> Iterator[Text]:
+def _render_list(explanations: list[Explanation], width: int) -> Iterator[Text]:
     from rich.text import Text
 
-    widest = max(len(entry.slug) for entry in every)
-    for kind in dict.fromkeys(entry.kind for entry in every):
+    widest = max(len(entry.slug) for entry in explanations)
+    for kind in dict.fromkeys(entry.kind for entry in explanations):
         yield Text(f"{kind}s" if " " not in kind else f"{kind.replace(' ', 's ', 1)}", "bold")
-        for entry in every:
+        for entry in explanations:
             if entry.kind == kind:
                 line = Text.assemble(f"  {entry.slug:<{widest}}  ", (entry.first_sentence, "dim"))
                 line.truncate(width, overflow="ellipsis")

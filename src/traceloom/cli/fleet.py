@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from traceloom.cli import options as types
-from traceloom.cli.options import VerbAction, VerbOption, add_actions, declaring
+from traceloom.cli.options import VerbAction, VerbOption, add_actions, declare_options
 from traceloom.cli.upload import add_server
 from traceloom.errors import CheckError, OutputError, UsageError, unreadable
 from traceloom.fleet.questions.catalogue import QUESTIONS
-from traceloom.fleet.questions.declaration import Question, described
-from traceloom.fleet.rules import MOST_BYTES
+from traceloom.fleet.questions.declaration import Question, describe_parameters
+from traceloom.fleet.rules import MAX_BYTES
 from traceloom.system import files, units
 from traceloom.system.files import read_small
 from traceloom.system.sanitize import sanitize
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from traceloom.cli.upload import FleetClient
 
 
-_NOTHING = """\
+_NO_DEVICES = """\
 Nothing of that is there now.
 Next: traceloom fleet hosts"""
 
 
-def _query(args: argparse.Namespace) -> int:
+def _run_query(args: argparse.Namespace) -> int:
 
-    wanted = {name: str(value) for name in ("by", "job", "host", "top") if (value := getattr(args, name))}
-    answer = client_of(args).get("query", **wanted)
+    query = {name: str(value) for name in ("by", "job", "host", "top") if (value := getattr(args, name))}
+    answer = create_client(args).get("query", **query)
     heads = (args.by, "host" if args.by != "host" else "jobs", "devices", "busy", "power", "memory", "step", "heard")
     rows = []
     for row in answer["rows"]:
@@ -48,35 +48,35 @@ def _query(args: argparse.Namespace) -> int:
         rows.append(
             (
                 row[args.by],
-                row["host" if args.by != "host" else "job"] or units.NONE,
+                row["host" if args.by != "host" else "job"] or units.UNKNOWN_TEXT,
                 str(row["devices"]),
                 units.format_value(row["busy"], "share"),
-                units.NONE if row["power_w"] is None else f"{units.number(round(row['power_w']))} W",
+                units.UNKNOWN_TEXT if row["power_w"] is None else f"{units.format_number(round(row['power_w']))} W",
                 memory,
                 units.format_value(None if row["step_s"] is None else round(row["step_s"] * 1e9), "time"),
                 f"{(answer['at_ns'] - row['heard_ns']) / 1e9:.0f} s ago",
             )
         )
-    return shown(args, answer, heads, rows, _NOTHING)
+    return print_answer(args, answer, heads, rows, _NO_DEVICES)
 
 
 def _compact(args: argparse.Namespace) -> int:
 
-    client = client_of(args)
+    client = create_client(args)
     client.timeout_s = 3600.0  # all tables are read
     answer = client.post("compact")
     if args.json:
-        return shown(args, answer, (), ())
+        return print_answer(args, answer, (), ())
     if not args.quiet:
         print(f"The tables are compacted; it took {answer['seconds']:.1f} s.")
     return 0
 
 
 _NUMBER = re.compile(r"[-+<>]?\d[\d\u202f.]*(e-\d+)?( [^\d\s]+)?")  # with its unit
-_NARROWEST = 10  # signs of a column, where not all of a table fits
+_MIN_COLUMN_WIDTH = 10  # signs of a column, where not all of a table fits
 
 
-def client_of(args: argparse.Namespace) -> FleetClient:
+def create_client(args: argparse.Namespace) -> FleetClient:
     """Who asks the service that the options name.
 
     Raises:
@@ -93,7 +93,7 @@ def client_of(args: argparse.Namespace) -> FleetClient:
     return FleetClient(args.server, token)
 
 
-def follow_up(args: argparse.Namespace, text: str) -> str:
+def insert_server_options(args: argparse.Namespace, text: str) -> str:
     """A text with commands to be copied: each asks the service that was just asked, as whoever asked."""
     from traceloom.cli.upload import FleetClient
 
@@ -104,7 +104,7 @@ def follow_up(args: argparse.Namespace, text: str) -> str:
     return re.sub(r"traceloom (fleet [a-z-]+|upload)", lambda command: command[0] + same, text)
 
 
-def shown(
+def print_answer(
     args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], empty: str = ""
 ) -> int:
     """Print an answer: as JSON where that is asked for, else as a table, else what there is not; the exit code."""
@@ -112,17 +112,19 @@ def shown(
         print(json.dumps(answer, indent=2))
         return 0
     if not rows:
-        print(follow_up(args, empty))
+        print(insert_server_options(args, empty))
         return 0
     from traceloom.system.sanitize import sanitize
 
     texts = [[sanitize(cell) for cell in row] for row in ([f"{head[:1].upper()}{head[1:]}" for head in heads], *rows)]
-    known = [[row[at] for row in texts[1:] if row[at] != units.NONE] for at in range(len(heads))]
-    numeric = [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in known]
-    widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
+    known_cells = [
+        [row[column] for row in texts[1:] if row[column] != units.UNKNOWN_TEXT] for column in range(len(heads))
+    ]
+    numeric = [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in known_cells]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(heads))]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    room = width - 2 * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > _NARROWEST:  # long names give way, so that numbers are seen
+    width_left = width - 2 * (len(widths) - 1)
+    while sum(widths) > width_left and max(widths) > _MIN_COLUMN_WIDTH:  # long names give way, so that numbers are seen
         widths[widths.index(max(widths))] -= 1
     for row in texts:
         cells = [cell if len(cell) <= size else f"{cell[: size - 1]}…" for cell, size in zip(row, widths, strict=True)]
@@ -138,7 +140,7 @@ NOW_ACTIONS = {
     "query": VerbAction(
         "show what jobs, hosts or devices do now",
         "traceloom fleet query --by host --json\nthen: traceloom trace --server URL --job JOB --steps 3",
-        declaring(
+        declare_options(
             VerbOption(
                 "--by", choices=("job", "host", "device"), default="job", help="what a row is of (default: job)"
             ),
@@ -149,9 +151,9 @@ NOW_ACTIONS = {
                 )
                 for name in ("job", "host")
             ),
-            VerbOption("--top", type=types.count, default=50, metavar="N", help="so many rows (default: 50)"),
+            VerbOption("--top", type=types.parse_count, default=50, metavar="N", help="so many rows (default: 50)"),
         ),
-        _query,
+        _run_query,
     ),
     "compact": VerbAction(
         "make large files of the tables' small ones, and remove what was kept long enough; done every night by itself",
@@ -159,9 +161,9 @@ NOW_ACTIONS = {
     ),
 }  # fmt: skip
 
-_INSTANTS = {"since_ns", "last_before_ns", "start_ns", "time_ns"}
-_MS = {"saved_ms", "device_ms", "busy_ms", "idle_ms", "unallocated_ms", "unreachable_ms"}
-_WIDEST = 44  # signs of a name of a kernel
+_TIME_COLUMNS = {"since_ns", "last_before_ns", "start_ns", "time_ns"}
+_MILLISECOND_COLUMNS = {"saved_ms", "device_ms", "busy_ms", "idle_ms", "unallocated_ms", "unreachable_ms"}
+_MAX_CELL_WIDTH = 44  # signs of a name of a kernel
 _HOUR_MS = 3_600_000
 _NO_DEVICE_TIME = """\
 No host has said anything of its devices in this time.
@@ -180,7 +182,7 @@ There is nothing in this time.
 Next: traceloom fleet captures; --since 90d looks further back"""
 
 
-def _next_of_example(rows: str, argument: str) -> Callable[[dict[str, Any]], Sequence[str]]:
+def _make_report_hint(rows: str, argument: str) -> Callable[[dict[str, Any]], Sequence[str]]:
     def follow(answer: dict[str, Any]) -> Sequence[str]:
         captures = [row[argument] for row in answer[rows] if row.get(argument)]
         return [f"Next: traceloom fleet report {captures[0]} -o report.html"] if captures else []
@@ -188,7 +190,7 @@ def _next_of_example(rows: str, argument: str) -> Callable[[dict[str, Any]], Seq
     return follow
 
 
-def _next_of_change(answer: dict[str, Any]) -> Sequence[str]:
+def _list_change_hints(answer: dict[str, Any]) -> Sequence[str]:
     for row in answer["changes"][:1]:
         healthy, slow = row["healthy_capture"], row["capture"]
         fetches = f"traceloom fleet fetch {healthy} -o healthy && traceloom fleet fetch {slow} -o changed"
@@ -204,7 +206,7 @@ _VIEWS: Mapping[str, AnswerView] = {
     "kernels": AnswerView(
         "--since 7d --division ads --top 10", "traceloom fleet regressions",
         {"rows": ("kernel", "kind", "total_ns", "fraction", "count", "mean_ns", "jobs", "example")},
-        _next_of_example("rows", "example"),
+        _make_report_hint("rows", "example"),
     ),
     "kernel-history": AnswerView(
         "--kernel NAME --since 90d", "traceloom fleet report CAPTURE -o report.html",
@@ -213,7 +215,7 @@ _VIEWS: Mapping[str, AnswerView] = {
     "regressions": AnswerView(
         "--since 30d", "traceloom diff healthy changed, of the captures that it names",
         {"changes": ("kernel", "shapes", "cause", "since_ns", "before_ns", "after_ns", "change", "extra_ns")},
-        _next_of_change, "No kernel changed.",
+        _list_change_hints, "No kernel changed.",
     ),
     "characterise": AnswerView(
         "--by division,kind --since 7d", "traceloom fleet coverage",
@@ -235,7 +237,7 @@ _VIEWS: Mapping[str, AnswerView] = {
     "findings": AnswerView(
         "--since 7d --rule '*-bound'", "traceloom fleet invest; traceloom explain RULE",
         {"rows": ("rule", "captures", "fraction", "jobs", "saving_fraction", "confidence", "example")},
-        _next_of_example("rows", "example"),
+        _make_report_hint("rows", "example"),
     ),
     "outliers": AnswerView(
         "--since 7d", "traceloom fleet kernels --host HOST",
@@ -247,13 +249,13 @@ _VIEWS: Mapping[str, AnswerView] = {
     ),
     "invest": AnswerView(
         "--by rule,division --since 30d", "traceloom explain RULE",
-        {"rows": ("saved_ms", "jobs", "confidence", "example")}, _next_of_example("rows", "example"),
+        {"rows": ("saved_ms", "jobs", "confidence", "example")}, _make_report_hint("rows", "example"),
     ),
 }  # fmt: skip
 
 
 def _add_parameters(question: Question, parser: argparse.ArgumentParser) -> None:
-    for name, schema in described(question.parameters).items():
+    for name, schema in describe_parameters(question.parameters).items():
         text, default = str(schema.get("description", "")), schema.get("default")
         help_text = text + (f" (default: {default})" if default else "")
         parser.add_argument(
@@ -261,7 +263,7 @@ def _add_parameters(question: Question, parser: argparse.ArgumentParser) -> None
             **(
                 {"choices": [choice for choice in schema["enum"] if choice]}  # type: ignore[attr-defined]
                 if "enum" in schema
-                else {"type": types.whole, "metavar": "N"}
+                else {"type": types.parse_whole_number, "metavar": "N"}
                 if schema["type"] == "integer"
                 else {"metavar": name.upper().replace("_", "-")}
             ),
@@ -271,60 +273,63 @@ def _add_parameters(question: Question, parser: argparse.ArgumentParser) -> None
 
 def _run(question: Question, args: argparse.Namespace) -> int:
 
-    wanted = {name: getattr(args, name) for name in described(question.parameters)}
-    client = client_of(args)
+    query = {name: getattr(args, name) for name in describe_parameters(question.parameters)}
+    client = create_client(args)
     client.timeout_s = 120.0  # a question may take a minute
     answer = client.get(
         question.path.removeprefix("/api/v1/"),
-        **{name: str(value) for name, value in wanted.items() if value is not None},
+        **{name: str(value) for name, value in query.items() if value is not None},
     )
     if args.json:
-        return shown(args, answer, (), ())
-    view, skipped = _VIEWS[question.name], wanted.get("skip") or 0
+        return print_answer(args, answer, (), ())
+    view, skipped = _VIEWS[question.name], query.get("skip") or 0
     empty = f"There are no more than {skipped} rows." if skipped else view.empty
     if question.name == "attribution":
         _show_tree(args, answer)
     for number, (table, columns) in enumerate(view.columns.items()):
         declared = question.tables[table]
-        by = answer.get("by") or () if declared.divided else ()
-        by = (by,) if isinstance(by, str) else by
+        dimensions = answer.get("by") or () if declared.divided else ()
+        dimensions = (dimensions,) if isinstance(dimensions, str) else dimensions
         titles = ((name, declared.columns[name].title.removesuffix(", ms")) for name in columns)
-        heads = [*by, *(f"{title}, h" if name in _MS else title for name, title in titles)]
+        heads = [*dimensions, *(f"{title}, h" if name in _MILLISECOND_COLUMNS else title for name, title in titles)]
         rows = [
-            [*(str(row[name]) for name in by), *(_cell(name, declared.columns[name], row[name]) for name in columns)]
+            [
+                *(str(row[name]) for name in dimensions),
+                *(_format_cell(name, declared.columns[name], row[name]) for name in columns),
+            ]
             for row in answer[table]
             if row.get("device_hours") != 0  # all of it is a row of the topline, also where there is none
         ]
         if number and rows and not args.quiet:
             print()
         if rows or not number:
-            shown(args, answer, heads, rows, empty)
+            print_answer(args, answer, heads, rows, empty)
     if not args.quiet:
         if answer["more"]:
-            further = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
-            print(f"There are more: {further if 'skip' in wanted else 'ask for less time'}")
+            skip_option = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
+            print(f"There are more: {skip_option if 'skip' in query else 'ask for less time'}")
         for line in view.next_of(answer):
-            print(sanitize(follow_up(args, line)))
-        print(f"Looked at {_instant(answer['since_ns'])} to {_instant(answer['until_ns'])} UTC.")
+            print(sanitize(insert_server_options(args, line)))
+        print(f"Looked at {_format_time(answer['since_ns'])} to {_format_time(answer['until_ns'])} UTC.")
     return 0
 
 
-def _cell(name: str, column: Column, value: Any) -> str:
+def _format_cell(name: str, column: Column, value: Any) -> str:
     if value is None:
-        return units.NONE
+        return units.UNKNOWN_TEXT
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if name in _INSTANTS:
-        return _instant(value)
-    if name in _MS:
-        return units.number(value / _HOUR_MS)
-    if column.unit in units.NUMBERS:
+    if name in _TIME_COLUMNS:
+        return _format_time(value)
+    if name in _MILLISECOND_COLUMNS:
+        return units.format_number(value / _HOUR_MS)
+    if column.unit in units.NUMERIC_UNITS:
         return units.format_value(value, column.unit)
     text = ", ".join(value) if isinstance(value, list) else str(value)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+    return text if len(text) <= _MAX_CELL_WIDTH else f"{text[: _MAX_CELL_WIDTH - 1]}…"
 
 
-def _instant(time_ns: int) -> str:
+def _format_time(time_ns: int) -> str:
     return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
@@ -333,15 +338,15 @@ def _show_tree(args: argparse.Namespace, answer: dict[str, Any]) -> None:
 
     priced = answer["currency"] is not None
     heads = [" > ".join(answer["by"]), "hours", "share", "use", *([f"cost, {answer['currency']}"] if priced else [])]
-    rows, whole = [], {row["time_ns"]: row["device_ms"] for row in answer["rows"] if not row["values"]}
+    rows, totals = [], {row["time_ns"]: row["device_ms"] for row in answer["rows"] if not row["values"]}
     for row in answer["rows"]:
         depth = len(row["values"])
-        name = row["values"][-1] if depth else "all" if row["time_ns"] is None else _instant(row["time_ns"])
-        used = units.share(row["busy_ms"], row["busy_ms"] + row["idle_ms"])
-        cells = [f"{'  ' * depth}{name}", units.number(row["device_ms"] / _HOUR_MS)]
-        cells += [units.share(row["device_ms"], whole[row["time_ns"]]), used]
-        rows.append([*cells, *([units.number(row["cost"])] if priced else [])])
-    shown(args, answer, heads, rows if any(whole.values()) else [], _NO_DEVICE_TIME)
+        name = row["values"][-1] if depth else "all" if row["time_ns"] is None else _format_time(row["time_ns"])
+        used = units.format_share(row["busy_ms"], row["busy_ms"] + row["idle_ms"])
+        cells = [f"{'  ' * depth}{name}", units.format_number(row["device_ms"] / _HOUR_MS)]
+        cells += [units.format_share(row["device_ms"], totals[row["time_ns"]]), used]
+        rows.append([*cells, *([units.format_number(row["cost"])] if priced else [])])
+    print_answer(args, answer, heads, rows if any(totals.values()) else [], _NO_DEVICE_TIME)
 
 
 QUESTION_ACTIONS = {
@@ -352,10 +357,10 @@ QUESTION_ACTIONS = {
     )
     for question in QUESTIONS
 }  # fmt: skip
-_WHAT = VerbOption(
+_RULES_ARGUMENT = VerbOption(
     "what", nargs="?", choices=("show", "set", "history"), default="show", help="what is to be done (default: show)"
 )
-_OPTIONS = (
+_RULES_OPTIONS = (
     VerbOption("--version", type=int, metavar="N", help="with show: this version (default: the last)"),
     VerbOption("--dry-run", action="store_true", help="with set: say what would change, and keep nothing"),
     VerbOption("--since", default="30d", help="with set: since when changes are looked at (default: 30d)"),
@@ -368,20 +373,23 @@ def _run_rules(name: str, args: argparse.Namespace) -> int:
     if (args.file is not None) != (args.what == "set"):
         needs = "needs a file" if args.what == "set" else "needs no file"
         raise UsageError(f"`{args.what}` {needs}", slug="wrong-usage", hint=f"see traceloom fleet {name} --help")
-    client, nothing = client_of(args), f"Nothing is set.\nNext: traceloom fleet {name} set {name}.toml --dry-run"
+    client, nothing = create_client(args), f"Nothing is set.\nNext: traceloom fleet {name} set {name}.toml --dry-run"
     if args.what == "history":
         answer = client.get(f"{name}/history")
-        rows = [(str(each["version"]), _date(each["at_ns"]), each["who"]) for each in answer["versions"]]
-        return shown(args, answer, ("version", "since", "by"), rows, nothing)
+        rows = [
+            (str(version["version"]), _format_date_time(version["at_ns"]), version["who"])
+            for version in answer["versions"]
+        ]
+        return print_answer(args, answer, ("version", "since", "by"), rows, nothing)
     if args.what == "show":
         answer = client.get(name, **({"version": str(args.version)} if args.version else {}))
         if args.json or not answer["version"]:
-            return shown(args, answer, (), (), nothing)
-        lines = [f"# version {answer['version']}, {_date(answer['at_ns'])}, by {answer['who']}"]
+            return print_answer(args, answer, (), (), nothing)
+        lines = [f"# version {answer['version']}, {_format_date_time(answer['at_ns'])}, by {answer['who']}"]
         print(*(sanitize(line) for line in [*lines, *answer["text"].splitlines()]), sep="\n")
         return 0
     try:
-        text = read_small(args.file, MOST_BYTES).decode()
+        text = read_small(args.file, MAX_BYTES).decode()
     except (OSError, ValueError) as error:
         raise unreadable(args.file, error) from error
     client.timeout_s = 120.0
@@ -396,31 +404,37 @@ def _run_rules(name: str, args: argparse.Namespace) -> int:
                 row["dimension"],
                 row["before"],
                 row["after"],
-                units.count(row["jobs"]),
-                units.number(row["device_ms"] / _HOUR_MS),
+                units.format_count(row["jobs"]),
+                units.format_number(row["device_ms"] / _HOUR_MS),
             )
             for row in answer["moves"]
         ]
-        shown(args, answer, ("dimension", "from", "to", "jobs", "device hours"), moves, "No device time changes hands.")
+        print_answer(
+            args, answer, ("dimension", "from", "to", "jobs", "device hours"), moves, "No device time changes hands."
+        )
     else:
-        then = f"cost, {answer['currency_before'] or units.NONE}", f"then, {answer['currency_after']}"
+        then = f"cost, {answer['currency_before'] or units.UNKNOWN_TEXT}", f"then, {answer['currency_after']}"
         costs = [
             (
                 row["device_model"],
-                units.number(row["device_ms"] / _HOUR_MS),
-                units.number(row["before"]),
-                units.number(row["after"]),
+                units.format_number(row["device_ms"] / _HOUR_MS),
+                units.format_number(row["before"]),
+                units.format_number(row["after"]),
             )
             for row in answer["costs"]
         ]
-        shown(args, answer, ("device", "hours", *then), costs, "There was no device time.")
+        print_answer(args, answer, ("device", "hours", *then), costs, "There was no device time.")
     if not args.quiet:
-        kept = "Nothing was kept: leave out --dry-run." if args.dry_run else f"Version {answer['version']} counts now."
-        print(f"Looked at {_date(answer['since_ns'])} to {_date(answer['until_ns'])} UTC. {kept}")
+        outcome = (
+            "Nothing was kept: leave out --dry-run." if args.dry_run else f"Version {answer['version']} counts now."
+        )
+        print(
+            f"Looked at {_format_date_time(answer['since_ns'])} to {_format_date_time(answer['until_ns'])} UTC. {outcome}"
+        )
     return 0
 
 
-def _date(time_ns: int) -> str:
+def _format_date_time(time_ns: int) -> str:
     from datetime import datetime, timezone
 
     return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M")
@@ -431,16 +445,16 @@ RULE_ACTIONS = {
         "show and change the rules that say whose jobs are",
         "traceloom fleet owners set owners.toml --dry-run     device time that would move, from whom to whom\n"
         "traceloom fleet owners set owners.toml\ntraceloom fleet owners history\nthen: traceloom fleet attribution",
-        declaring(
-            _WHAT, VerbOption("file", nargs="?", metavar="FILE", type=Path, help="with set: owners.toml"), *_OPTIONS
+        declare_options(
+            _RULES_ARGUMENT, VerbOption("file", nargs="?", metavar="FILE", type=Path, help="with set: owners.toml"), *_RULES_OPTIONS
         ),
         partial(_run_rules, "owners"),
     ),
     "prices": VerbAction(
         "show and change what device hours and energy cost",
         "traceloom fleet prices set prices.toml --dry-run\nthen: traceloom fleet attribution",
-        declaring(
-            _WHAT, VerbOption("file", nargs="?", metavar="FILE", type=Path, help="with set: prices.toml"), *_OPTIONS
+        declare_options(
+            _RULES_ARGUMENT, VerbOption("file", nargs="?", metavar="FILE", type=Path, help="with set: prices.toml"), *_RULES_OPTIONS
         ),
         partial(_run_rules, "prices"),
     ),
@@ -458,7 +472,7 @@ def add_triggers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help="the rules, TOML, with set")
 
 
-def triggers(args: argparse.Namespace, client: FleetClient) -> Any:
+def send_trigger_command(args: argparse.Namespace, client: FleetClient) -> Any:
     """Do it: the answer of the service.
 
     Raises:
@@ -476,26 +490,28 @@ def triggers(args: argparse.Namespace, client: FleetClient) -> Any:
     return client.put("triggers", {"toml": text})
 
 
-def trigger_rows(answer: Any) -> list[Sequence[str]]:
+def build_trigger_rows(answer: Any) -> list[Sequence[str]]:
     """A row per rule."""
     rows: list[Sequence[str]] = []
     for rule in answer["rules"]:
         refused = ", ".join(f"{number} {reason}" for reason, number in rule["refusals"].items())
         last, refusal = rule["last"], rule["last_refusal"]
-        text = units.NONE
+        text = units.UNKNOWN_TEXT
         if last is not None and (refusal is None or last["at_ns"] >= refusal["at_ns"]):
             text = f"{last['request']}: {last['target']}: {last['what']}"
         elif refusal is not None:
             text = f"{refusal['target'] or 'no job'} not, as {refusal['detail']}"
-        size = units.size(rule["kept_bytes"])
-        rows.append((rule["name"], rule["on"], rule["target"], str(rule["fired"]), refused or units.NONE, size, text))
+        size = units.format_size(rule["kept_bytes"])
+        rows.append(
+            (rule["name"], rule["on"], rule["target"], str(rule["fired"]), refused or units.UNKNOWN_TEXT, size, text)
+        )
     return rows
 
 
-def budget_line(answer: Any) -> str:
+def format_budget(answer: Any) -> str:
     """What may still be spent, and what is wrong."""
-    left, day = units.size(answer["bytes_left"]), units.size(answer["bytes_per_day"])
-    line = f"left of 24 hours: {answer['traces_left']} of {answer['traces_per_day']} traces, {left} of {day}"
+    remaining, day = units.format_size(answer["bytes_left"]), units.format_size(answer["bytes_per_day"])
+    line = f"left of 24 hours: {answer['traces_left']} of {answer['traces_per_day']} traces, {remaining} of {day}"
     return f"{line}\n{sanitize(answer['trouble'])}" if answer["trouble"] else line
 
 
@@ -518,7 +534,7 @@ def add_webhooks(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def webhooks(args: argparse.Namespace, client: FleetClient) -> tuple[Any, str]:
+def send_webhook_command(args: argparse.Namespace, client: FleetClient) -> tuple[Any, str]:
     """Do it: the answer of the service, and what is printed of it; "" of a list.
 
     Raises:
@@ -569,14 +585,18 @@ Next: traceloom trace --server URL --job JOB --steps 3"""
 NO_CAPTURES = """\
 There are no such captures.
 Next: traceloom upload CAPTURE"""
-_MOST = VerbOption("--most", type=types.count, default=20, metavar="N", help="at most so many (default: 20)")
-_CAPTURE = VerbOption("capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it")
-_OF_REPORT = (
-    _CAPTURE,
+_MOST_OPTION = VerbOption(
+    "--most", type=types.parse_count, default=20, metavar="N", help="at most so many (default: 20)"
+)
+_CAPTURE_ARGUMENT = VerbOption(
+    "capture", metavar="CAPTURE", help="name of a capture, as `traceloom fleet captures` shows it"
+)
+_REPORT_OPTIONS = (
+    _CAPTURE_ARGUMENT,
     VerbOption("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write"),
     VerbOption("--force", action="store_true", help="overwrite the file"),
 )
-_OF_TOKEN = (
+_TOKEN_OPTIONS = (
     VerbOption(
         "what", choices=("list", "add", "revoke", "enrol"),
         help="what is to be done; enrol: a token by which a host joins the fleet, once",
@@ -587,7 +607,7 @@ _OF_TOKEN = (
         help="what it may do: read; upload too; all captures; all (default: requester)",
     ),
     VerbOption(
-        "--days", type=types.positive, metavar="N",
+        "--days", type=types.parse_positive, metavar="N",
         help="after so many days it expires (default: never; with enrol, one)",
     ),
 )  # fmt: skip
@@ -595,10 +615,10 @@ _OF_TOKEN = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their options."""
-    for _, own in add_actions(parser, ACTIONS):
-        add_server(own)
-        own.add_argument("--json", action="store_true", help="print the answer as JSON")
-        types.add_silence(own)
+    for _, subparser in add_actions(parser, ACTIONS):
+        add_server(subparser)
+        subparser.add_argument("--json", action="store_true", help="print the answer as JSON")
+        types.add_silence(subparser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -606,60 +626,66 @@ def run(args: argparse.Namespace) -> int:
     return ACTIONS[args.action].run(args)
 
 
-def _captures(args: argparse.Namespace) -> int:
-    answer = client_of(args).get("captures", most=str(args.most), **({"job": args.job} if args.job else {}))
+def _show_captures(args: argparse.Namespace) -> int:
+    answer = create_client(args).get("captures", most=str(args.most), **({"job": args.job} if args.job else {}))
     rows = [
-        (capture["id"], capture["day"], capture["job"] or units.NONE, capture["state"], capture["uploader"])
+        (capture["id"], capture["day"], capture["job"] or units.UNKNOWN_TEXT, capture["state"], capture["uploader"])
         for capture in answer["captures"]
     ]
-    return shown(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
+    return print_answer(args, answer, ("capture", "day", "job", "state", "by"), rows, NO_CAPTURES)
 
 
-def _hosts(args: argparse.Namespace) -> int:
+def _run_hosts(args: argparse.Namespace) -> int:
     if args.remove:
-        removed = client_of(args).delete(f"hosts/{args.remove}")
+        removed = create_client(args).delete(f"hosts/{args.remove}")
         print(json.dumps(removed, indent=2) if args.json else f"{removed['host']} belongs to the fleet no more.")
         return 0
-    answer = client_of(args).get("hosts")
+    answer = create_client(args).get("hosts")
     rows = []
     for host in answer["hosts"]:
         error, offset = host["clock_error_ns"], host["clock_offset_ns"]
-        clock = units.NONE
+        clock = units.UNKNOWN_TEXT
         if error is not None:
             side = "ahead" if offset < 0 else "behind"
-            clock = f"{units.duration(abs(offset))} {side} ± {units.duration(error)}"
+            clock = f"{units.format_duration(abs(offset))} {side} ± {units.format_duration(error)}"
         heard = "never" if host["heard_ns"] is None else "lost" if host["lost"] else "here"
         devices = str(host["devices"]) + (f" ({host['stale_devices']} silent)" if host["stale_devices"] else "")
         rows.append(
-            (host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or units.NONE, clock)
+            (host["host"], heard, devices, str(host["processes"]), ", ".join(host["jobs"]) or units.UNKNOWN_TEXT, clock)
         )
-    return shown(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows, NO_HOSTS)
+    return print_answer(args, answer, ("host", "heard", "devices", "processes", "jobs", "clock"), rows, NO_HOSTS)
 
 
-def _jobs(args: argparse.Namespace) -> int:
-    answer = client_of(args).get("jobs")
+def _show_jobs(args: argparse.Namespace) -> int:
+    answer = create_client(args).get("jobs")
     rows = [
         (
-            job["job"], job["user"] or units.NONE, ", ".join(job["hosts"]),
+            job["job"], job["user"] or units.UNKNOWN_TEXT, ", ".join(job["hosts"]),
             f"{job['ranks']}/{job['world_size'] or '?'}", f"{job['traceable']} of {job['processes']}",
-            units.number(job["steps_per_second"]),
+            units.format_number(job["steps_per_second"]),
         )
         for job in answer["jobs"]
     ]  # fmt: skip
-    return shown(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows, NO_JOBS)
+    return print_answer(args, answer, ("job", "user", "hosts", "ranks", "traceable", "steps/s"), rows, NO_JOBS)
 
 
-def _requests(args: argparse.Namespace) -> int:
-    answer = client_of(args).get("requests", most=str(args.most))
+def _show_requests(args: argparse.Namespace) -> int:
+    answer = create_client(args).get("requests", most=str(args.most))
     rows = [
-        (request["id"], request["wanted"]["job"], request["who"], request["state"], request["capture"] or units.NONE)
+        (
+            request["id"],
+            request["wanted"]["job"],
+            request["who"],
+            request["state"],
+            request["capture"] or units.UNKNOWN_TEXT,
+        )
         for request in answer["requests"]
     ]
-    return shown(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
+    return print_answer(args, answer, ("request", "job", "by", "state", "capture"), rows, NO_REQUESTS)
 
 
 def _report(args: argparse.Namespace) -> int:
-    client = client_of(args)
+    client = create_client(args)
     client.timeout_s = 3600.0  # it may be rendered now
     size = files.write(
         args.output, lambda file: client.fetch(f"captures/{args.capture}/report", file), force=args.force
@@ -667,7 +693,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"report": str(args.output), "bytes": size}))
     elif not args.quiet:
-        print(f"Wrote {args.output} ({units.size(size)}).")
+        print(f"Wrote {args.output} ({units.format_size(size)}).")
     return 0
 
 
@@ -677,7 +703,7 @@ def _fetch(args: argparse.Namespace) -> int:
     if args.output.exists() or args.output.is_symlink():
         message = "there is something already"
         raise OutputError(message, slug="file-exists", where=str(args.output), hint="name another -o")
-    client, route = client_of(args), f"captures/{args.capture}"
+    client, route = create_client(args), f"captures/{args.capture}"
 
     def fetch(name: str, path: Path) -> None:
         with path.open("xb") as file:
@@ -688,19 +714,19 @@ def _fetch(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(answer, indent=2))
     elif not args.quiet:
-        print(f"Wrote {args.output} ({units.size(answer['bytes'])}).")
+        print(f"Wrote {args.output} ({units.format_size(answer['bytes'])}).")
     return 0
 
 
-def _token(args: argparse.Namespace) -> int:
+def _run_token(args: argparse.Namespace) -> int:
     if args.what == "enrol":
-        answer = client_of(args).post("agents", {"host": args.name or "", "days": args.days or 1})
+        answer = create_client(args).post("agents", {"host": args.name or "", "days": args.days or 1})
         print(json.dumps(answer, indent=2) if args.json else answer["token"])
         return 0
     if (args.name is None) != (args.what == "list"):
         needs = "needs no name" if args.what == "list" else "needs a name"
         raise UsageError(f"`{args.what}` {needs}", slug="wrong-usage", hint="see traceloom fleet token --help")
-    client = client_of(args)
+    client = create_client(args)
     if args.what == "add":
         answer = client.post("tokens", {"name": args.name, "role": args.role, "days": args.days or 0})
         print(json.dumps(answer, indent=2) if args.json else answer["token"])
@@ -719,14 +745,14 @@ def _token(args: argparse.Namespace) -> int:
         if token["expires_ns"] and not token["revoked_ns"]:
             until = datetime.fromtimestamp(token["expires_ns"] / 1e9, timezone.utc).date().isoformat()
         rows.append((token["name"], token["role"], until))
-    return shown(args, answer, ("token", "role", "until"), rows)
+    return print_answer(args, answer, ("token", "role", "until"), rows)
 
 
 def _check(args: argparse.Namespace) -> int:
-    answer = client_of(args).get("check")
+    answer = create_client(args).get("check")
     rows = [(check["name"], "✓" if check["works"] else "✗", check["text"]) for check in answer["checks"]]
-    tasks = ", ".join(f"{units.count(count)} {state}" for state, count in answer["tasks"].items() if count)
-    shown(args, answer, ("part", "works", "what it is"), [*rows, ("tasks", "", tasks or "none yet")])
+    tasks = ", ".join(f"{units.format_count(count)} {state}" for state, count in answer["tasks"].items() if count)
+    print_answer(args, answer, ("part", "works", "what it is"), [*rows, ("tasks", "", tasks or "none yet")])
     failed = [check for check in answer["checks"] if not check["works"]]
     if failed:
         names = ", ".join(dict.fromkeys(check["name"] for check in failed))
@@ -734,19 +760,23 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _triggers(args: argparse.Namespace) -> int:
-    answer = triggers(args, client_of(args))
+def _run_triggers(args: argparse.Namespace) -> int:
+    answer = send_trigger_command(args, create_client(args))
     if args.what == "show":
-        print(json.dumps(answer, indent=2) if args.json else answer["toml"].rstrip() or follow_up(args, NO_RULES))
+        print(
+            json.dumps(answer, indent=2)
+            if args.json
+            else answer["toml"].rstrip() or insert_server_options(args, NO_RULES)
+        )
         return 0
-    shown(args, answer, TRIGGER_HEADS, trigger_rows(answer), NO_RULES)
+    print_answer(args, answer, TRIGGER_HEADS, build_trigger_rows(answer), NO_RULES)
     if not args.json:
-        print(budget_line(answer))
+        print(format_budget(answer))
     return 0
 
 
-def _webhooks(args: argparse.Namespace) -> int:
-    answer, text = webhooks(args, client_of(args))
+def _run_webhooks(args: argparse.Namespace) -> int:
+    answer, text = send_webhook_command(args, create_client(args))
     if text:
         if args.json and answer is not None:
             print(json.dumps(answer, indent=2))
@@ -756,22 +786,22 @@ def _webhooks(args: argparse.Namespace) -> int:
     rows = [
         (
             hook["name"], hook["url"], ", ".join(hook["events"]), str(hook["waiting"]), str(hook["delivered"]),
-            str(hook["failed"] + hook["dropped"]), hook["error"] or units.NONE,
+            str(hook["failed"] + hook["dropped"]), hook["error"] or units.UNKNOWN_TEXT,
         )
         for hook in answer["webhooks"]
     ]  # fmt: skip
-    return shown(
+    return print_answer(
         args, answer, ("webhook", "to", "events", "waiting", "arrived", "lost", "last error"), rows, NO_WEBHOOKS
     )
 
 
-def _backfill(args: argparse.Namespace) -> int:
-    answer = client_of(args).post("backfill", {"again": args.again})
+def _start_backfill(args: argparse.Namespace) -> int:
+    answer = create_client(args).post("backfill", {"again": args.again})
     if args.json:
         print(json.dumps(answer, indent=2))
     elif not args.quiet:
         wait = "waits" if answer["captures"] == 1 else "wait"
-        print(f"{units.count_of(answer['captures'], 'capture')} {wait} for version {answer['version']}.")
+        print(f"{units.format_quantity(answer['captures'], 'capture')} {wait} for version {answer['version']}.")
     return 0
 
 
@@ -779,44 +809,44 @@ ACTIONS = {
     "hosts": VerbAction(
         "list hosts, whether they are there, and how far their clocks are off",
         "traceloom fleet hosts\nthen: traceloom fleet token enrol, for one more",
-        declaring(VerbOption("--remove", metavar="HOST", help="let this host belong to the fleet no more")), _hosts,
+        declare_options(VerbOption("--remove", metavar="HOST", help="let this host belong to the fleet no more")), _run_hosts,
     ),
     "jobs": VerbAction(
         "list jobs that run now",
-        "traceloom fleet jobs\nthen: traceloom trace --server URL --job JOB --steps 3", lambda _: None, _jobs,
+        "traceloom fleet jobs\nthen: traceloom trace --server URL --job JOB --steps 3", lambda _: None, _show_jobs,
     ),
     "requests": VerbAction(
         "list requests for traces, and how far they are",
         "traceloom fleet requests --most 5\nthen: traceloom fleet report CAPTURE -o report.html",
-        declaring(_MOST), _requests,
+        declare_options(_MOST_OPTION), _show_requests,
     ),
     "captures": VerbAction(
         "list captures and how far they are",
         "traceloom fleet captures --job slurm-42\nthen: traceloom fleet report CAPTURE -o report.html",
-        declaring(VerbOption("--job", metavar="JOB", default="", help="only of this job"), _MOST), _captures,
+        declare_options(VerbOption("--job", metavar="JOB", default="", help="only of this job"), _MOST_OPTION), _show_captures,
     ),
     "report": VerbAction(
         "write the report of a capture to a file",
         "traceloom fleet report c0123456789abcdef0123 -o report.html",
-        declaring(*_OF_REPORT), _report,
+        declare_options(*_REPORT_OPTIONS), _report,
     ),
     "token": VerbAction(
         "make, list and revoke tokens",
         "traceloom fleet token add ci --role requester --days 90 > ci.token\n"
         "traceloom fleet token list\ntraceloom fleet token revoke ci\n"
         "traceloom fleet token enrol node7 > node7.token",
-        declaring(*_OF_TOKEN), _token,
+        declare_options(*_TOKEN_OPTIONS), _run_token,
     ),
     "triggers": VerbAction(
         "show or set the rules by which jobs are traced though nobody asks, and what they did",
         "traceloom fleet triggers set fleet-triggers.toml\ntraceloom fleet triggers\ntraceloom fleet triggers show",
-        add_triggers, _triggers,
+        add_triggers, _run_triggers,
     ),
     "webhooks": VerbAction(
         "have the fleet's events sent to an address, signed",
         "traceloom fleet webhooks add chat https://chat.example/hook > chat.secret\n"
         "traceloom fleet webhooks test chat\ntraceloom fleet webhooks",
-        add_webhooks, _webhooks,
+        add_webhooks, _run_webhooks,
     ),
     "check": VerbAction(
         "say what works, what does not, and which captures could not be analysed",
@@ -826,14 +856,14 @@ ACTIONS = {
     "backfill": VerbAction(
         "have captures analysed again, by the version that the service has now",
         "traceloom fleet backfill\nthen: traceloom fleet check",
-        declaring(VerbOption("--again", action="store_true", help="also what this version could not analyse")),
-        _backfill,
+        declare_options(VerbOption("--again", action="store_true", help="also what this version could not analyse")),
+        _start_backfill,
     ),
     "fetch": VerbAction(
         "write the files of a capture to a new directory",
         "traceloom fleet fetch c0123456789abcdef0123 -o run\nthen: traceloom report run; traceloom diff other run",
-        declaring(
-            _CAPTURE,
+        declare_options(
+            _CAPTURE_ARGUMENT,
             VerbOption("-o", "--output", metavar="DIR", type=Path, required=True, help="the directory to make"),
         ),
         _fetch,

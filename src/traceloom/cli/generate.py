@@ -28,12 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write")
-    number, real = types.count, types.positive
+    number, real = types.parse_count, types.parse_positive
     shared = parser.add_argument_group("collective and pipeline")
     shared.add_argument("--ranks", type=number, metavar="N", help="how many ranks (collective: 8, pipeline: 4)")
     shared.add_argument(
         "--size",
-        type=types.size,
+        type=types.parse_size,
         metavar="BYTES",
         help="bytes of a collective or of activations, as 1MiB or 64kB (1MiB)",
     )
@@ -47,79 +47,79 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="one-node, or the messages of ring, direct, halving-doubling, tree, double-tree, two-level (one-node)",
     )
     collective.add_argument(
-        "--compute-us", type=types.whole, metavar="US", help="computation before it, and per reduction (0)"
+        "--compute-us", type=types.parse_whole_number, metavar="US", help="computation before it, and per reduction (0)"
     )
     both = parser.add_argument_group("pipeline and transformer")
     both.add_argument("--micro-batches", type=number, metavar="N", help="micro-batches of a step (8; transformer: 4)")
     both.add_argument("--schedule", metavar="NAME", help="1f1b or gpipe (1f1b)")
     model = parser.add_argument_group("transformer")
-    for name, meaning in (
+    for name, description in (
         ("data-parallel", "copies of the model (2)"),
         ("tensor-parallel", "ranks that share every layer (2)"),
         ("pipeline-parallel", "stages (2)"),
         ("layers", "layers (4)"),
         ("hidden", "width (1024)"),
     ):
-        model.add_argument(f"--{name}", type=number, metavar="N", help=meaning)
+        model.add_argument(f"--{name}", type=number, metavar="N", help=description)
     model.add_argument("--tflops", type=real, metavar="X", help="operations per second of a rank, in 10^12 (300)")
     model.add_argument("--memory-gbps", type=real, metavar="X", help="bytes per second of its memory, in 10^9 (2000)")
-    more = parser.add_argument_group("more")
-    more.add_argument("--json", action="store_true", help="print what is known of the workload as JSON")
-    more.add_argument("--force", action="store_true", help="overwrite")
-    types.add_silence(more, "no closing line")
+    group = parser.add_argument_group("more")
+    group.add_argument("--json", action="store_true", help="print what is known of the workload as JSON")
+    group.add_argument("--force", action="store_true", help="overwrite")
+    types.add_silence(group, "no closing line")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and write; returns the exit code."""
-    from traceloom.formats.chakra.files import FILES_OF_RANKS
+    from traceloom.formats.chakra.files import RANK_FILES_PATTERN
     from traceloom.workload.chakra import generate
 
-    outputs.form_of(args, {}, FILES_OF_RANKS, mostly_directory=True)
+    outputs.resolve_output_format(args, {}, RANK_FILES_PATTERN, default_to_directory=True)
     kinds: dict[str, tuple[Any, Any]] = {
-        "collective": (generate.CollectiveOptions, generate.collectives),
-        "pipeline": (generate.PipelineOptions, generate.pipeline),
-        "transformer": (generate.TransformerOptions, generate.transformer),
+        "collective": (generate.CollectiveOptions, generate.generate_collectives),
+        "pipeline": (generate.PipelineOptions, generate.generate_pipeline),
+        "transformer": (generate.TransformerOptions, generate.generate_transformer),
     }
     options, make = kinds[args.kind]
     accepted = {field.name for field in fields(options)}
-    every = {field.name for kind, _ in kinds.values() for field in fields(kind)}
-    chosen = {name: getattr(args, name) for name in every if getattr(args, name) is not None}
-    if strange := sorted(chosen.keys() - accepted):
+    field_names = {field.name for kind, _ in kinds.values() for field in fields(kind)}
+    given = {name: getattr(args, name) for name in field_names if getattr(args, name) is not None}
+    if strange := sorted(given.keys() - accepted):
         option = "--" + strange[0].replace("_", "-")
         raise UsageError(f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away")
     allowed = {"collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES}
     for name, names in allowed.items():
-        if name in chosen and chosen[name] not in names:
-            hint = nearest(chosen[name], names) + f"there are {', '.join(names)}"
-            raise UsageError(f"`{chosen[name]}` is no {name}", slug="wrong-usage", hint=hint)
-    if chosen.get("ranks", 2) < 2:
+        if name in given and given[name] not in names:
+            hint = nearest(given[name], names) + f"there are {', '.join(names)}"
+            raise UsageError(f"`{given[name]}` is no {name}", slug="wrong-usage", hint=hint)
+    if given.get("ranks", 2) < 2:
         raise UsageError(
             "a single rank has no peer to communicate with", slug="wrong-usage", hint="give --ranks 2 or more"
         )
-    generated: generate.Generated = make(options(**chosen))
+    generated: generate.Generated = make(options(**given))
     files = generate.write_generated(generated, args.output, force=args.force)
     if args.json:
         import msgspec
 
-        from traceloom.system.text import json_line
+        from traceloom.system.text import encode_json
 
-        sys.stdout.buffer.write(msgspec.json.format(json_line(generated.to_dict()), indent=1) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(encode_json(generated.to_dict()), indent=1) + b"\n")
     elif not args.quiet:
         for name, value in generated.totals.items():
-            print(f"{name:>18}  {_shown(value)}")
+            print(f"{name:>18}  {_format_value(value)}")
     nodes = sum(len(program) for program in generated.programs)
     written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
-    outputs.add_reason(args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}")
+    outputs.print_messages(args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}")
     return 0
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Equal values of all ranks once."""
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
-        return f"{_shown(value[0])} on each of {len(value)} ranks"
+    if isinstance(value, list) and value and all(element == value[0] for element in value):
+        return f"{_format_value(value[0])} on each of {len(value)} ranks"
     if isinstance(value, list):
-        more = f" and {len(value) - 8} more" if len(value) > 8 else ""
-        return ", ".join(_shown(each) for each in value[:8]) + more
+        others_note = f" and {len(value) - 8} more" if len(value) > 8 else ""
+        return ", ".join(_format_value(element) for element in value[:8]) + others_note
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items()) or "none"
+        return ", ".join(f"{name} {_format_value(element)}" for name, element in value.items()) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)

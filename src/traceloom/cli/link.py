@@ -45,30 +45,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--no-law", action="store_true", help="do not re-time the graph to see what it explains")
     parser.add_argument("--force", action="store_true", help="overwrite files")
-    more = parser.add_argument_group("more")
-    more.add_argument("--json", action="store_true", help="print the summary as JSON")
-    more.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
-    types.add_silence(more, "no progress, no summary, no closing line")
+    group = parser.add_argument_group("more")
+    group.add_argument("--json", action="store_true", help="print the summary as JSON")
+    group.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
+    types.add_silence(group, "no progress, no summary, no closing line")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, link and write; returns the exit code."""
-    from traceloom.formats.chakra.files import FILES_OF_RANKS
+    from traceloom.formats.chakra.files import RANK_FILES_PATTERN
 
-    form = "" if args.output is None else outputs.form_of(args, _FORMATS, FILES_OF_RANKS)
+    format_name = "" if args.output is None else outputs.resolve_output_format(args, _FORMATS, RANK_FILES_PATTERN)
     from traceloom.formats import Cache
-    from traceloom.formats.ahead import decoding
+    from traceloom.formats.ahead import decode_ahead
 
     with (
-        decoding(args.inputs, None if args.no_cache else Cache()),
-        Progress(shown=not args.quiet) as progress,
-        ThreadPoolExecutor(1, "traceloom-write") as beside,
+        decode_ahead(args.inputs, None if args.no_cache else Cache()),
+        Progress(enabled=not args.quiet) as progress,
+        ThreadPoolExecutor(1, "traceloom-write") as executor,
     ):
         from traceloom.graph import link
 
         linked = link(*args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say)
         # A graph is encoded without Python's lock: what is said of it is found out meanwhile.
-        writing = None if args.output is None else beside.submit(_write, args, form, linked)
+        writing = None if args.output is None else executor.submit(_write, args, format_name, linked)
         law = None
         if not args.no_law:
             from traceloom.graph import law as find_law
@@ -94,29 +94,29 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         following = f"\nNext: traceloom link {shlex.join(args.inputs)} -o out.graph"
     else:
-        following = f"Next: traceloom {'show' if form == 'graph' else 'validate'} {shlex.quote(args.output)}"
-    outputs.add_reason(args, *written, following)
+        following = f"Next: traceloom {'show' if format_name == 'graph' else 'validate'} {shlex.quote(args.output)}"
+    outputs.print_messages(args, *written, following)
     if linked.refused:
-        more = f" (and {len(linked.refused) - 1} more)" if len(linked.refused) > 1 else ""
-        raise PartialError(f"{linked.refused[0].message}{more}", slug="refused-input")
+        others_note = f" (and {len(linked.refused) - 1} more)" if len(linked.refused) > 1 else ""
+        raise PartialError(f"{linked.refused[0].message}{others_note}", slug="refused-input")
     return 0
 
 
-def _write(args: argparse.Namespace, form: str, linked: Linked) -> list[str]:
+def _write(args: argparse.Namespace, format_name: str, linked: Linked) -> list[str]:
     """Write the graph; the lines about what was written."""
     from traceloom.system import units
 
     path, graph = Path(args.output), linked.graph
-    if form == "graph":
+    if format_name == "graph":
         from traceloom.graph import graph as graph_store
 
         size = graph_store.save(graph, path, force=args.force)
-        return [f"Wrote {path} ({units.size(size)})."]
+        return [f"Wrote {path} ({units.format_size(size)})."]
     from traceloom.workload.chakra import graph_read
 
-    if form == "et":
+    if format_name == "et":
         size = graph_read.write_rank(graph, path, force=args.force)
-        return [f"Wrote {path} ({units.size(size)})."]
+        return [f"Wrote {path} ({units.format_size(size)})."]
     names = graph_read.write_ranks(graph, path, force=args.force)
     size = sum(name.stat().st_size for name in names)
-    return [f"Wrote {path}/ ({len(names)} files, {units.size(size)})."]
+    return [f"Wrote {path}/ ({len(names)} files, {units.format_size(size)})."]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<binary>i?)[bB]?")
-_POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)")
 _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 
@@ -20,22 +20,22 @@ def add_inputs(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
 
 
-def add_reading(more: argparse._ActionsContainer) -> None:
+def add_reading(group: argparse._ActionsContainer) -> None:
     """The options of whatever reads traces."""
-    more.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
-    add_silence(more)
+    group.add_argument("--no-cache", action="store_true", help="read the files again, without the cache")
+    add_silence(group)
 
 
-def add_silence(more: argparse._ActionsContainer, quiet: str = "no progress, no closing line") -> None:
+def add_silence(group: argparse._ActionsContainer, quiet: str = "no progress, no closing line") -> None:
     """The options about what is printed beside the result."""
-    more.add_argument("-q", "--quiet", action="store_true", help=quiet)
-    more.add_argument("--debug", action="store_true", help="show a traceback when something fails")
+    group.add_argument("-q", "--quiet", action="store_true", help=quiet)
+    group.add_argument("--debug", action="store_true", help="show a traceback when something fails")
 
 
 # Types of arguments: each raises argparse.ArgumentTypeError for a text that is none.
 
 
-def ranks(text: str) -> tuple[int, ...]:
+def parse_ranks(text: str) -> tuple[int, ...]:
     """`0,3` as ranks."""
     try:
         return tuple(int(part) for part in text.split(","))
@@ -43,29 +43,29 @@ def ranks(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"`{text}` is not a rank, as 3 or 0,3") from None
 
 
-def pids(text: str) -> tuple[int, ...]:
+def parse_pids(text: str) -> tuple[int, ...]:
     """`4711,4712` as numbers of processes."""
     try:
-        return tuple(count(part) for part in text.split(","))
+        return tuple(parse_count(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"`{text}` is no number of a process, as 4711 or 4711,4712") from None
 
 
-def whole(text: str) -> int:
+def parse_whole_number(text: str) -> int:
     """A whole number from 0 on, as of a step or a node."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 0 on")
     return int(text)
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """A whole number from 1 on, as of rows or tokens."""
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above 0")
     return int(text)
 
 
-def positive(text: str) -> float:
+def parse_positive(text: str) -> float:
     """A finite number above 0."""
     try:
         number = float(text)
@@ -76,32 +76,32 @@ def positive(text: str) -> float:
     return number
 
 
-def steps(text: str) -> tuple[int, int]:
+def parse_steps(text: str) -> tuple[int, int]:
     """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step. The first and the last step."""
     first, dots, end = text.partition("..")
     try:
-        chosen = int(first), int(end) - 1 if dots else int(first)
+        steps = int(first), int(end) - 1 if dots else int(first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"`{text}` is not a range of steps, as 20..25") from None
-    if chosen[0] > chosen[1]:
+    if steps[0] > steps[1]:
         raise argparse.ArgumentTypeError(f"`{text}` has no steps")
-    return chosen
+    return steps
 
 
-def sections(text: str) -> tuple[str, ...]:
+def parse_sections(text: str) -> tuple[str, ...]:
     """Keys of sections, separated by commas."""
     return tuple(part.strip().replace("-", "_") for part in text.split(","))
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes: `64kB` are 64 000, `1MiB` are 1 048 576."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["binary"] and not match["unit"]):
         raise argparse.ArgumentTypeError(f"`{text}` is not a size, as 1MiB or 64kB")
-    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _POWER[match["unit"]])
+    return int(float(match["number"]) * (1024 if match["binary"] else 1000) ** _SIZE_POWERS[match["unit"]])
 
 
-def instant(text: str) -> str:
+def parse_instant(text: str) -> str:
     """`12.5ms` becomes nanoseconds; words stay."""
     match = _TIME.fullmatch(text.strip())
     if match:
@@ -111,7 +111,7 @@ def instant(text: str) -> str:
     raise argparse.ArgumentTypeError(f'`{text}` is no instant: give peak, start, end, "step 3" or a time as 12.5ms')
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """`500ms` as seconds, above 0."""
     match = _TIME.fullmatch(text.strip())
     seconds = float(match[1]) * _NANOSECONDS[match[2]] / 1e9 if match else 0.0
@@ -120,7 +120,7 @@ def duration(text: str) -> float:
     return seconds
 
 
-def share(text: str) -> float:
+def parse_percentage(text: str) -> float:
     """A change in per cent, as a fraction."""
     try:
         fraction = float(text.strip().removesuffix("%").strip()) / 100
@@ -146,15 +146,15 @@ def add_actions(
     """Declare actions; each with its parser, for the options that all of the verb have."""
     declared = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
     for name, action in actions.items():
-        own = declared.add_parser(
+        subparser = declared.add_parser(
             name,
             help=action.text,
             description=f"{action.text[0].upper()}{action.text[1:]}.",
             epilog=f"examples:\n{textwrap.indent(action.examples, '  ')}",
             formatter_class=parser.formatter_class,
         )
-        action.add_options(own)
-        yield name, own
+        action.add_options(subparser)
+        yield name, subparser
 
 
 class VerbOption:
@@ -164,7 +164,7 @@ class VerbOption:
         self.names, self.settings = names, settings
 
 
-def declaring(*options: VerbOption) -> Callable[[argparse.ArgumentParser], None]:
+def declare_options(*options: VerbOption) -> Callable[[argparse.ArgumentParser], None]:
     """What declares these options."""
 
     def declare(parser: argparse.ArgumentParser) -> None:

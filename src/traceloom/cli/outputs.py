@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from traceloom.cli import options as types
 from traceloom.errors import OutputError, UsageError
 from traceloom.system.files import is_address, restore_addresses
-from traceloom.system.sanitize import sanitize, unsanitized
+from traceloom.system.sanitize import sanitize, unwrap_stream
 from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 
-_PATIENCE_S = 1.0
-_TICK_S = 0.2
-_WHEEL = "|/-\\"
+_PROGRESS_DELAY_S = 1.0
+_REFRESH_INTERVAL_S = 0.2
+_SPINNER = "|/-\\"
 
 
 class Progress:
@@ -43,80 +43,86 @@ class Progress:
         shown: False to stay silent whatever happens.
     """
 
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown and sys.stderr.isatty()
-        self._what = ""
-        self._begin = time.monotonic()
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled and sys.stderr.isatty()
+        self._activity = ""
+        self._start_s = time.monotonic()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
-        if self._shown:
-            self._thread = threading.Thread(target=self._turn, name="traceloom progress", daemon=True)
+        if self._enabled:
+            self._thread = threading.Thread(target=self._spin, name="traceloom progress", daemon=True)
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._done.set()
         if self._thread is not None:
             self._thread.join()
 
-    def say(self, what: str) -> None:
+    def say(self, activity: str) -> None:
         """What is being done from now on."""
-        self._what = sanitize(what)
+        self._activity = sanitize(activity)
 
-    def _turn(self) -> None:
-        if self._done.wait(_PATIENCE_S):
+    def _spin(self) -> None:
+        if self._done.wait(_PROGRESS_DELAY_S):
             return
-        turns, stream = 0, unsanitized(sys.stderr)
-        while not self._done.wait(_TICK_S):
-            passed = time.monotonic() - self._begin
-            stream.write(f"\r\x1b[K{_WHEEL[turns % 4]} {self._what} ({passed:.0f} s)")
+        ticks, stream = 0, unwrap_stream(sys.stderr)
+        while not self._done.wait(_REFRESH_INTERVAL_S):
+            elapsed_s = time.monotonic() - self._start_s
+            stream.write(f"\r\x1b[K{_SPINNER[ticks % 4]} {self._activity} ({elapsed_s:.0f} s)")
             stream.flush()
-            turns += 1
+            ticks += 1
         stream.write("\r\x1b[K")
         stream.flush()
 
 
-_STANDARD_OUTPUT = "-"
+_STDOUT_NAME = "-"
 # Arguments that name what is written. A store of baselines is read and written.
-_WRITTEN = ("output", "map", "record")
-_READ = ("inputs", "input", "base", "new", "more_base", "more_new", "runs")
-Form = TypeVar("Form")
+_OUTPUT_ARGUMENTS = ("output", "map", "record")
+_INPUT_ARGUMENTS = ("inputs", "input", "base", "new", "more_base", "more_new", "runs")
+Format = TypeVar("Format")
 Document = TypeVar("Document")
 
 
-def add_output(parser: argparse._ActionsContainer, endings: str) -> None:
+def add_output_options(parser: argparse._ActionsContainer, suffixes: str) -> None:
     """The options of a verb that writes files, any number of them.
 
     Args:
         parser: Where they are added.
-        endings: The formats, for the help.
+        suffixes: The formats, for the help.
     """
     parser.add_argument(
         "-o", "--output", action="append", default=[], metavar="FILE",
-        help=f"write a file instead: {endings} (may be repeated)",
+        help=f"write a file instead: {suffixes} (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite files")
 
 
-def fetch(args: argparse.Namespace) -> None:
+def fetch_remote_inputs(args: argparse.Namespace) -> None:
     """Put local copies in the place of inputs that lie elsewhere (see `traceloom.system.remote`)."""
-    named = {name: value for name in _READ if (value := getattr(args, name, None))}
-    words = {name: [value] if isinstance(value, str) else value for name, value in named.items()}
-    if not any(map(is_address, chain(*words.values()))):
+    argument_values = {name: value for name in _INPUT_ARGUMENTS if (value := getattr(args, name, None))}
+    paths_by_argument = {name: [value] if isinstance(value, str) else value for name, value in argument_values.items()}
+    if not any(map(is_address, chain(*paths_by_argument.values()))):
         return
     from traceloom.system import units
-    from traceloom.system.remote import local
+    from traceloom.system.remote import fetch_inputs
 
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(enabled=not args.quiet) as progress:
 
         def say(done: int, total: int | None) -> None:
-            progress.say(f"fetching {units.size(done)}" + (f" of {units.size(total)}" if total is not None else ""))
+            progress.say(
+                f"fetching {units.format_size(done)}" + (f" of {units.format_size(total)}" if total is not None else "")
+            )
 
         progress.say("fetching")
-        for name, value in named.items():
-            copies = local(words[name], cache=not getattr(args, "no_cache", False), say=say)
+        for name, value in argument_values.items():
+            copies = fetch_inputs(
+                paths_by_argument[name], cache=not getattr(args, "no_cache", False), report_progress=say
+            )
             setattr(args, name, copies[0] if isinstance(value, str) else list(copies))
 
 
@@ -129,28 +135,28 @@ def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
     """
     from traceloom.system import files
 
-    read: list[str | Path] = []
-    written: list[str | Path] = []
+    input_paths: list[str | Path] = []
+    output_paths: list[str | Path] = []
     for name, value in vars(args).items():
-        words = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, (str, Path))]
-        if name not in _WRITTEN:
-            read += words if name != "store" else []
-        elif not isinstance(value, list) and _STANDARD_OUTPUT in map(str, words):
+        paths = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, (str, Path))]
+        if name not in _OUTPUT_ARGUMENTS:
+            input_paths += paths if name != "store" else []
+        elif not isinstance(value, list) and _STDOUT_NAME in map(str, paths):
             raise UsageError(
                 "`-` is standard output, which cannot take this", slug="wrong-usage", hint="name a file or a directory"
             )
         else:
-            written += [word for word in words if str(word) != _STANDARD_OUTPUT]
-    with files.protect_inputs(read):
-        for path in map(Path, written):
+            output_paths += [word for word in paths if str(word) != _STDOUT_NAME]
+    with files.protect_inputs(input_paths):
+        for path in map(Path, output_paths):
             files.check_name(path)
             files.refuse_input(path)
-        if len({os.path.realpath(path) for path in written}) < len(written):
+        if len({os.path.realpath(path) for path in output_paths}) < len(output_paths):
             raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
         yield
 
 
-def format_of(name: str | Path, formats: Mapping[str, Form], *, directory: Form | None = None) -> Form:
+def detect_format(name: str | Path, formats: Mapping[str, Format], *, directory: Format | None = None) -> Format:
     """The format that a name stands for: that of its longest ending.
 
     Args:
@@ -171,9 +177,9 @@ def format_of(name: str | Path, formats: Mapping[str, Form], *, directory: Form 
     return formats[max(matches, key=len)]
 
 
-def targets(
-    args: argparse.Namespace, formats: Mapping[str, Form], directory: tuple[Form, str] | None = None
-) -> list[tuple[Path, Form]]:
+def resolve_output_files(
+    args: argparse.Namespace, formats: Mapping[str, Format], directory: tuple[Format, str] | None = None
+) -> list[tuple[Path, Format]]:
     """The files to write with their formats, all of which can be written.
 
     Args:
@@ -188,24 +194,28 @@ def targets(
     from traceloom.system import files
 
     names = [args.output] if isinstance(args.output, str) else args.output or []
-    form, ours = directory or (None, "")
-    chosen = [(Path(name), format_of(name, formats, directory=form)) for name in names if name != _STANDARD_OUTPUT]
-    for path, chosen_form in chosen:
-        if directory is not None and chosen_form is form:
-            files.check_directory(path, ours, force=args.force)
+    directory_format, file_pattern = directory or (None, "")
+    targets = [
+        (Path(name), detect_format(name, formats, directory=directory_format)) for name in names if name != _STDOUT_NAME
+    ]
+    for path, target_format in targets:
+        if directory is not None and target_format is directory_format:
+            files.check_directory(path, file_pattern, force=args.force)
         else:
             files.refuse_existing(path, force=args.force)
-    return chosen
+    return targets
 
 
-def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: str, *, mostly_directory: bool = False) -> str:
+def resolve_output_format(
+    args: argparse.Namespace, formats: Mapping[str, str], file_pattern: str, *, default_to_directory: bool = False
+) -> str:
     """What the one output of a verb is, which can be written: a format, or `directory`.
 
     Args:
         args: With `output` and `force`.
         formats: By ending.
-        ours: As for `files.check_directory`.
-        mostly_directory: A name with any other ending is a directory.
+        file_pattern: As for `files.check_directory`.
+        default_to_directory: A name with any other ending is a directory.
 
     Raises:
         UsageError: slug `unknown-format`.
@@ -213,34 +223,34 @@ def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: str, *, 
     """
     from traceloom.system import files
 
-    form, path = "directory", Path(args.output)
-    if not mostly_directory or path.name.lower().endswith(tuple(formats)):
-        form = format_of(args.output, formats, directory="directory")
-    if form == "directory":
-        files.check_directory(path, ours, force=args.force)
+    output_format, path = "directory", Path(args.output)
+    if not default_to_directory or path.name.lower().endswith(tuple(formats)):
+        output_format = detect_format(args.output, formats, directory="directory")
+    if output_format == "directory":
+        files.check_directory(path, file_pattern, force=args.force)
     else:
         files.refuse_existing(path, force=args.force)
-    return form
+    return output_format
 
 
-def check_name_free(args: argparse.Namespace, what: str, taken: Callable[[], bool]) -> None:
+def check_name_available(args: argparse.Namespace, description: str, is_taken: Callable[[], bool]) -> None:
     """Refuse to write over what has a name in a place that need not be a directory, as a baseline in a store.
 
     Args:
         args: With `force`, with which nothing is looked up.
-        what: What is to be written, with its name.
-        taken: Whether there is such a thing already.
+        description: What is to be written, with its name.
+        is_taken: Whether there is such a thing already.
 
     Raises:
         OutputError: slug `file-exists`.
     """
-    if not args.force and taken():
-        raise OutputError(f"{what} exists already", slug="file-exists", hint="use --force to overwrite it")
+    if not args.force and is_taken():
+        raise OutputError(f"{description} exists already", slug="file-exists", hint="use --force to overwrite it")
 
 
-def write(
+def write_output_files(
     args: argparse.Namespace,
-    chosen: Iterable[tuple[Path, Callable[[Document, BinaryIO], object]]],
+    targets: Iterable[tuple[Path, Callable[[Document, BinaryIO], object]]],
     document: Document,
     progress: Progress,
 ) -> list[tuple[Path, int]]:
@@ -248,31 +258,33 @@ def write(
     from traceloom.system import files
 
     written = []
-    for path, produce in chosen:
+    for path, write_document in targets:
         progress.say(f"writing {path}")
-        written.append((path, files.write(path, partial(produce, document), force=args.force)))
+        written.append((path, files.write(path, partial(write_document, document), force=args.force)))
     return written
 
 
-def as_json(document: Any, handle: BinaryIO) -> None:
+def write_json(document: Any, handle: BinaryIO) -> None:
     """A document as JSON."""
     from traceloom.report.views.files import encode
 
     handle.write(encode(document))
 
 
-def lazy_renderer(path: str) -> Callable[[Any, BinaryIO], object]:
+def make_lazy_writer(path: str) -> Callable[[Any, BinaryIO], object]:
     """Writes the text that a function (`module:name`) makes of a document; its module is loaded when it is needed."""
     module, _, function = path.partition(":")
     return lambda document, handle: handle.write(encode_utf8(getattr(import_module(module), function)(document)))
 
 
-def is_printed(args: argparse.Namespace) -> bool:
+def should_print_document(args: argparse.Namespace) -> bool:
     """Whether the answer is printed: where no file was asked for, or `-` beside files."""
-    return not args.output or _STANDARD_OUTPUT in args.output
+    return not args.output or _STDOUT_NAME in args.output
 
 
-def show(args: argparse.Namespace, document: Document, render: Callable[[Document, int], Iterable[Text]]) -> None:
+def print_document(
+    args: argparse.Namespace, document: Document, render: Callable[[Document, int], Iterable[Text]]
+) -> None:
     """Print the answer where it is asked for.
 
     Args:
@@ -281,21 +293,21 @@ def show(args: argparse.Namespace, document: Document, render: Callable[[Documen
         render: Its lines on a terminal of a width in columns.
     """
     if args.json:
-        as_json(document, sys.stdout.buffer)
-    elif is_printed(args):
+        write_json(document, sys.stdout.buffer)
+    elif should_print_document(args):
         from traceloom.report.views import terminal
 
-        terminal.put(partial(render, document), sys.stdout)
+        terminal.print_lines(partial(render, document), sys.stdout)
 
 
-def add_reason(args: argparse.Namespace, *lines: str) -> None:
+def print_messages(args: argparse.Namespace, *lines: str) -> None:
     """Print what is no part of the answer: nothing with `--quiet`, beside standard output where that is JSON."""
     if not args.quiet:
         for line in lines:
             print(restore_addresses(line), file=sys.stderr if args.json else sys.stdout)
 
 
-def repeat_command(args: argparse.Namespace, output: str) -> str:
+def format_repeat_command(args: argparse.Namespace, output: str) -> str:
     """The same command, with every option that was given, writing a file.
 
     Args:
@@ -304,31 +316,31 @@ def repeat_command(args: argparse.Namespace, output: str) -> str:
     """
     from traceloom import cli
 
-    words = ["traceloom", args.verb]
-    for action in cli.actions(cli.parser([args.verb])):
+    command = ["traceloom", args.verb]
+    for action in cli.list_actions(cli.build_parser([args.verb])):
         value = getattr(args, action.dest, action.default)
         if value == action.default or action.dest in {"verb", "output", "force", "json"}:
             continue
         for word in value if isinstance(value, list) else [value]:
             option = action.option_strings[-1:]
-            text = f"{100 * word:g}%" if action.type is types.share else str(word)
+            text = f"{100 * word:g}%" if action.type is types.parse_percentage else str(word)
             if isinstance(word, tuple):
-                text = f"{word[0]}..{word[1] + 1}" if action.type is types.steps else ",".join(map(str, word))
-            words += option if word is True else [*option, text]
-    return shlex.join([*words, "-o", output])
+                text = f"{word[0]}..{word[1] + 1}" if action.type is types.parse_steps else ",".join(map(str, word))
+            command += option if word is True else [*option, text]
+    return shlex.join([*command, "-o", output])
 
 
-def print_outcome(args: argparse.Namespace, written: Iterable[tuple[Path, int]], following: str | None) -> None:
+def print_outcome(args: argparse.Namespace, written: Iterable[tuple[Path, int]], next_command: str | None) -> None:
     """The last lines of a verb: what was written, or what to try next.
 
     Args:
         args: With `quiet` and `json`.
         written: Files with their sizes in bytes.
-        following: The next useful command, for who has written nothing; None where there is none.
+        next_command: The next useful command, for who has written nothing; None where there is none.
     """
     from traceloom.system import units
 
-    lines = [f"Wrote {path} ({units.size(size)})." for path, size in written]
-    add_reason(args, *lines)
-    if following is not None and not lines and not args.json:
-        add_reason(args, f"\nNext: {following}")
+    lines = [f"Wrote {path} ({units.format_size(size)})." for path, size in written]
+    print_messages(args, *lines)
+    if next_command is not None and not lines and not args.json:
+        print_messages(args, f"\nNext: {next_command}")

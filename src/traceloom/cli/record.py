@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from traceloom.capture.launch import Launch
-from traceloom.capture.settings import Settings, check_times, parse_steps, say
+from traceloom.capture.settings import Settings, check_times, parse_steps, print_message
 from traceloom.errors import CheckError, UsageError
 
 DESCRIPTION = """\
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         )
     check_times(args.after, args.duration, args.steps)
     first, count = parse_steps(args.steps)
-    directory = Path(args.output or default_name(command)).absolute()
+    directory = Path(args.output or choose_output_name(command)).absolute()
     settings = Settings(
         str(directory),
         first_step=first,
@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> int:
     status = launch.run()
     relative = os.path.relpath(directory) if sys.platform != "win32" else str(directory)
     for line in launch.summary(relative if not relative.startswith("..") else str(directory)):
-        say(line)
+        print_message(line)
     if status < 0:
         launch.die_alike(-status)
         return 128 - status
     return status or (0 if launch.recorded else CheckError.exit_code)
 
 
-def default_name(command: list[str]) -> str:
+def choose_output_name(command: list[str]) -> str:
     """`traceloom-train-20260131-120000`, after the first thing on the command line that looks like a script."""
     scripts = [word for word in command if word.endswith(".py")]
     script = Path(scripts[0]).stem if scripts else Path(command[0]).stem

@@ -29,60 +29,68 @@ if TYPE_CHECKING:
     from traceloom.workload.replay.running import RunOptions
 
 
-_MAX_TIME_S, _TIMEOUT_S = 60.0, 300.0
+_DEFAULT_MAX_TIME_S, _DEFAULT_TIMEOUT_S = 60.0, 300.0
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
-    how = parser.add_argument_group("how it is run")
-    how.add_argument(
+    run_group = parser.add_argument_group("how it is run")
+    run_group.add_argument(
         "--device", choices=("cpu", "cuda", "xpu"), help="where (default: as recorded where there is one, else cpu)"
     )
-    how.add_argument(
+    run_group.add_argument(
         "--pace", choices=("fast", "recorded"), default="fast",
         help="fast (default): one op after the other; recorded: with the gaps that the host left between them",
     )  # fmt: skip
-    how.add_argument(
+    run_group.add_argument(
         "--threads", choices=("one", "recorded"), default="one",
         help="one thread calls all ops (default), or as many as recorded, which wait for each other where they must",
     )  # fmt: skip
-    how.add_argument(
-        "--iterations", type=types.count, metavar="N", help="passes (default: until the median is known to 2 %%)"
+    run_group.add_argument(
+        "--iterations", type=types.parse_count, metavar="N", help="passes (default: until the median is known to 2 %%)"
     )
-    how.add_argument(
-        "--max-time", type=types.positive, default=_MAX_TIME_S, metavar="S", help="no pass begins later (default: 60 s)"
+    run_group.add_argument(
+        "--max-time",
+        type=types.parse_positive,
+        default=_DEFAULT_MAX_TIME_S,
+        metavar="S",
+        help="no pass begins later (default: 60 s)",
     )
-    how.add_argument(
-        "--timeout", type=types.positive, default=_TIMEOUT_S, metavar="S",
+    run_group.add_argument(
+        "--timeout", type=types.parse_positive, default=_DEFAULT_TIMEOUT_S, metavar="S",
         help="how long a collective may take (default: 300 s)",
     )  # fmt: skip
-    how.add_argument("--memory-limit", type=types.size, metavar="SIZE", help="what the tensors of a rank may take")
-    how.add_argument("--seed", type=types.whole, default=0, metavar="N", help="of random contents (default: 0)")
-    how.add_argument("--backend", metavar="NAME", help="of torch.distributed (default: gloo, on GPUs nccl)")
-    how.add_argument(
+    run_group.add_argument(
+        "--memory-limit", type=types.parse_size, metavar="SIZE", help="what the tensors of a rank may take"
+    )
+    run_group.add_argument(
+        "--seed", type=types.parse_whole_number, default=0, metavar="N", help="of random contents (default: 0)"
+    )
+    run_group.add_argument("--backend", metavar="NAME", help="of torch.distributed (default: gloo, on GPUs nccl)")
+    run_group.add_argument(
         "--stand-ins", action="store_true", help="what cannot be run takes its recorded time; else it takes none"
     )
-    how.add_argument(
+    run_group.add_argument(
         "--record", metavar="DIR",
         help="record some further passes: a capture that `traceloom diff` and `traceloom report` take",
     )  # fmt: skip
-    how.add_argument("--strict", action="store_true", help="stop at the first op that fails")
-    how.add_argument(
+    run_group.add_argument("--strict", action="store_true", help="stop at the first op that fails")
+    run_group.add_argument(
         "--trust", action="store_true",
         help="execute the sources of compiled kernels, which were recorded beside the trace: code of whoever made it",
     )  # fmt: skip
-    how.add_argument(
+    run_group.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="a Python module that brings custom ops (may be repeated)",
     )  # fmt: skip
 
 
-def is_follower() -> bool:
+def is_nonzero_torchrun_rank() -> bool:
     """Whether this is one of torchrun's processes other than the first, which alone prints and writes."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
-def run_options(args: argparse.Namespace) -> RunOptions:
+def build_run_options(args: argparse.Namespace) -> RunOptions:
     """What the user wants."""
     from traceloom.workload.replay.running import RunOptions
 
@@ -95,8 +103,8 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     )  # fmt: skip
 
 
-_SLOWEST = 10
-_MOST = 1 << 20  # times a size
+_DEFAULT_SLOWEST_COUNT = 10
+_MAX_SCALE_FACTOR = 1 << 20  # times a size
 _DIRECTORY = "directory"
 DESCRIPTION = (
     "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
@@ -123,37 +131,45 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "recorded run, host traces with or without device traces, a .graph or a .plan")
-    what = parser.add_argument_group("what is run")
-    what.add_argument(
+    selection_group = parser.add_argument_group("what is run")
+    selection_group.add_argument(
         "--level", choices=("outermost", "leaf"), default="outermost",
         help="ops that the program called (default), or what those call that only call others",
     )  # fmt: skip
-    what.add_argument("--steps", type=types.steps, metavar="A..B", help="these steps of a host trace of several")
-    what.add_argument("--scope", metavar="NAME", help="what ran in this scope or module")
-    what.add_argument("--only", choices=("compute", "communication"), help="one side alone")
-    what.add_argument("--ranks", type=types.ranks, metavar="LIST", help="these ranks, as 0,1")
-    what.add_argument("--plan-only", action="store_true", help="plan, and do not run")
-    what.add_argument(
+    selection_group.add_argument(
+        "--steps", type=types.parse_steps, metavar="A..B", help="these steps of a host trace of several"
+    )
+    selection_group.add_argument("--scope", metavar="NAME", help="what ran in this scope or module")
+    selection_group.add_argument("--only", choices=("compute", "communication"), help="one side alone")
+    selection_group.add_argument("--ranks", type=types.parse_ranks, metavar="LIST", help="these ranks, as 0,1")
+    selection_group.add_argument("--plan-only", action="store_true", help="plan, and do not run")
+    selection_group.add_argument(
         "--dry-run", action="store_true",
         help="run on tensors without content: which ops run here, whether they give what was recorded, memory",
     )  # fmt: skip
-    size = parser.add_argument_group("at which size")
-    size.add_argument("--batch", type=factor, metavar="F", help="the first dimension of the data times F, as 2 or 1/2")
-    size.add_argument(
-        "--scale", type=scale, action="append", default=[], metavar="SIZE=F",
+    size_group = parser.add_argument_group("at which size")
+    size_group.add_argument(
+        "--batch", type=parse_factor, metavar="F", help="the first dimension of the data times F, as 2 or 1/2"
+    )
+    size_group.add_argument(
+        "--scale", type=validate_scale, action="append", default=[], metavar="SIZE=F",
         help="all dimensions of a size times F (may be repeated)",
     )  # fmt: skip
-    size.add_argument("--repeat", type=repeat, metavar="SCOPE=N", help="what ran in a scope N times, as blocks.3=8")
+    size_group.add_argument(
+        "--repeat", type=validate_repeat, metavar="SCOPE=N", help="what ran in a scope N times, as blocks.3=8"
+    )
     add_run_options(parser)
     parser.add_argument(
         "--machine", metavar="FILE|PRESET",
         help="also simulate the steps on this machine, from `traceloom calibrate --here`, and print the difference",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    script = parser.add_argument_group("scripts (-o FILE.py)")
-    script.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
-    script.add_argument("--slowest", type=types.whole, metavar="N", help="that many calls, those that took longest")
-    outputs.add_output(
+    script_group = parser.add_argument_group("scripts (-o FILE.py)")
+    script_group.add_argument("--op", metavar="NAME", help="the calls of one op, as aten::mm, each timed on its own")
+    script_group.add_argument(
+        "--slowest", type=types.parse_whole_number, metavar="N", help="that many calls, those that took longest"
+    )
+    outputs.add_output_options(
         parser,
         ".plan; .py, a script that needs torch alone; .json or .html of the comparison; .csv or .parquet for its table "
         "of that name (whole, simulated, coverage, not_run, ops, each, collectives, contents); DIR/ for all of them",
@@ -170,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.workload.replay.planning import Choice, make_plan
     from traceloom.workload.replay.ranks import replay
 
-    of_plan, of_run, directories = _targets(args)
+    plan_files, comparison_files, directories = _resolve_output_files(args)
     choice = Choice(
         level=args.level,
         steps=None if args.steps is None else tuple(range(args.steps[0], args.steps[1] + 1)),
@@ -178,95 +194,99 @@ def run(args: argparse.Namespace) -> int:
         only=args.only,
         ranks=args.ranks,
     )
-    is_printed = not args.plan_only and not args.dry_run and outputs.is_printed(args)
-    runs = bool(of_run or directories or args.record or is_printed)
-    if is_follower():
-        of_plan, of_run, directories, args.quiet = [], [], [], True
-    replayed = dry = comparison = simulated = None
-    with Progress(shown=not args.quiet) as progress:
+    is_printed = not args.plan_only and not args.dry_run and outputs.should_print_document(args)
+    should_run = bool(comparison_files or directories or args.record or is_printed)
+    if is_nonzero_torchrun_rank():
+        plan_files, comparison_files, directories, args.quiet = [], [], [], True
+    replay_result = dry_run_results = comparison = simulation = None
+    with Progress(enabled=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
-        plan = _resized(args, plan)
-        if args.trust and runs:  # which sources are about to be executed is said whatever else is not
-            from traceloom.workload.replay.kernels import sources_in_words
+        plan = _scale_plan(args, plan)
+        if args.trust and should_run:  # which sources are about to be executed is said whatever else is not
+            from traceloom.workload.replay.kernels import describe_sources
 
-            for line in sources_in_words(plan):
+            for line in describe_sources(plan):
                 print(sanitize(f"trusted: {line}"), file=sys.stderr)
-        written = outputs.write(args, of_plan, plan, progress)
+        written = outputs.write_output_files(args, plan_files, plan, progress)
         if args.dry_run:
-            dry = dry_run(plan, imports=args.imports)
-        elif runs:
-            if args.machine and not is_follower():
+            dry_run_results = dry_run(plan, imports=args.imports)
+        elif should_run:
+            if args.machine and not is_nonzero_torchrun_rank():
                 from traceloom.workload.replay.comparison import simulate_steps
 
-                simulated = simulate_steps(
+                simulation = simulate_steps(
                     args.inputs, plan, args.machine, with_gaps=args.pace == "recorded", cache=not args.no_cache,
-                    say=progress.say,
+                    on_status=progress.say,
                 )  # fmt: skip
-            replayed = replay(plan, run_options(args), say=progress.say)
-        if replayed is not None:
-            comparison = compare_replay(plan, replayed, simulated)
-            written += outputs.write(args, of_run, comparison, progress)
+            replay_result = replay(plan, build_run_options(args), on_status=progress.say)
+        if replay_result is not None:
+            comparison = compare_replay(plan, replay_result, simulation)
+            written += outputs.write_output_files(args, comparison_files, comparison, progress)
             written += [(path, REPLAY.write_directory(comparison, path, force=args.force)) for path in directories]
-    if dry is not None and args.json:
-        outputs.as_json({"ranks": [msgspec.to_builtins(of_rank) for of_rank in dry.values()]}, sys.stdout.buffer)
-    elif dry is not None:
-        outputs.add_reason(args, *_dry_lines(dry.values()))
+    if dry_run_results is not None and args.json:
+        outputs.write_json(
+            {"ranks": [msgspec.to_builtins(rank_result) for rank_result in dry_run_results.values()]}, sys.stdout.buffer
+        )
+    elif dry_run_results is not None:
+        outputs.print_messages(args, *_describe_dry_run(dry_run_results.values()))
     elif comparison is not None and args.json:
         report.write_json(comparison, sys.stdout.buffer)
-    elif comparison is not None and outputs.is_printed(args):
+    elif comparison is not None and outputs.should_print_document(args):
         from traceloom.report.replay import render_terminal
         from traceloom.report.views import terminal
 
-        terminal.put(partial(render_terminal, report.build(comparison)), sys.stdout)
-    elif not runs:
-        outputs.add_reason(args, *_lines(plan))
-    outputs.print_outcome(args, written, outputs.repeat_command(args, "replay.html" if runs else "run.plan"))
+        terminal.print_lines(partial(render_terminal, report.build(comparison)), sys.stdout)
+    elif not should_run:
+        outputs.print_messages(args, *_describe_plan(plan))
+    outputs.print_outcome(
+        args, written, outputs.format_repeat_command(args, "replay.html" if should_run else "run.plan")
+    )
     return 0
 
 
-def factor(text: str) -> Fraction:
+def parse_factor(text: str) -> Fraction:
     """`2`, `1/2` or `x2` as a factor above 0."""
     try:
         number = Fraction(text.removeprefix("x"))
     except (ValueError, ZeroDivisionError):
         number = Fraction(0)
-    if not 0 < number < _MOST:
+    if not 0 < number < _MAX_SCALE_FACTOR:
         raise argparse.ArgumentTypeError(f"`{text}` is not a factor, as 2 or 1/2")
     return number
 
 
-def scale(text: str) -> str:
+def validate_scale(text: str) -> str:
     """`192=2`: a size and a factor; as it was written."""
-    size, _, by = text.partition("=")
-    types.count(size)
-    factor(by)
+    size, _, factor = text.partition("=")
+    types.parse_count(size)
+    parse_factor(factor)
     return text
 
 
-def repeat(text: str) -> str:
+def validate_repeat(text: str) -> str:
     """`blocks.3=8`: a scope and a number; as it was written."""
-    name, _, times = text.rpartition("=")
+    name, _, count = text.rpartition("=")
     if not name:
         raise argparse.ArgumentTypeError(f"`{text}` is not a scope and a number, as blocks.3=8")
-    types.count(times)
+    types.parse_count(count)
     return text
 
 
-def _resized(args: argparse.Namespace, plan: ReplayPlan) -> ReplayPlan:
+def _scale_plan(args: argparse.Namespace, plan: ReplayPlan) -> ReplayPlan:
     """The plan at the sizes that were asked for."""
     if not (args.batch or args.scale or args.repeat):
         return plan
-    from traceloom.workload.replay.resize import repeated, scaled
+    from traceloom.workload.replay.resize import repeat_scope, scale_plan
 
     if args.repeat:
-        scope, _, times = args.repeat.rpartition("=")
-        plan = repeated(plan, scope, int(times))
+        scope, _, count = args.repeat.rpartition("=")
+        plan = repeat_scope(plan, scope, int(count))
     sizes = dict(text.split("=") for text in args.scale)
-    factors = {int(size): factor(by) for size, by in sizes.items()}
-    return scaled(plan, factors, batch=args.batch) if args.batch or factors else plan
+    factors = {int(size): parse_factor(factor) for size, factor in sizes.items()}
+    return scale_plan(plan, factors, batch=args.batch) if args.batch or factors else plan
 
 
-def _targets(
+def _resolve_output_files(
     args: argparse.Namespace,
 ) -> tuple[
     list[tuple[Path, Callable[[ReplayPlan, BinaryIO], object]]],
@@ -280,73 +300,83 @@ def _targets(
         OutputError: slugs `file-exists`, `cannot-write`.
     """
     from traceloom.report.replay import REPLAY
-    from traceloom.report.views.files import OURS
+    from traceloom.report.views.files import TABLE_FILE_PATTERN
 
     def script(plan: ReplayPlan, handle: BinaryIO) -> None:
         from traceloom.workload.replay.script import write_script, write_worst
 
         if args.op or args.slowest:
-            text = write_worst(plan, args.op, args.slowest or _SLOWEST, seed=args.seed)
+            text = write_worst(plan, args.op, args.slowest or _DEFAULT_SLOWEST_COUNT, seed=args.seed)
         else:
             text = write_script(plan, seed=args.seed)
         handle.write(encode_utf8(text))
 
-    of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {
+    plan_writers: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {
         ".plan": lambda plan, handle: plan.pack(handle),
         ".py": script,
     }
-    formats = {ending: ending for ending in (*of_plan, *REPLAY.endings)}
-    chosen = outputs.targets(args, formats, (_DIRECTORY, OURS))
-    of_run = [path for path, form in chosen if form not in of_plan]
-    wrong = hint = ""
-    if (args.op or args.slowest) and not any(form == ".py" for _, form in chosen):
-        wrong, hint = "--op and --slowest cut ops out into a script", "add -o slowest.py"
+    formats = {ending: ending for ending in (*plan_writers, *REPLAY.endings)}
+    targets = outputs.resolve_output_files(args, formats, (_DIRECTORY, TABLE_FILE_PATTERN))
+    comparison_paths = [path for path, file_format in targets if file_format not in plan_writers]
+    problem = hint = ""
+    if (args.op or args.slowest) and not any(file_format == ".py" for _, file_format in targets):
+        problem, hint = "--op and --slowest cut ops out into a script", "add -o slowest.py"
     elif args.record and (args.plan_only or args.dry_run):
-        wrong, hint = "--record is of what runs, and nothing runs", "leave --plan-only and --dry-run out"
+        problem, hint = "--record is of what runs, and nothing runs", "leave --plan-only and --dry-run out"
     elif args.machine and (args.plan_only or args.dry_run or args.batch or args.scale or args.repeat):
-        wrong = "--machine simulates what was recorded, beside a replay of just that"
+        problem = "--machine simulates what was recorded, beside a replay of just that"
         hint = "leave --plan-only, --dry-run, --batch, --scale and --repeat out"
-    elif of_run and (args.plan_only or args.dry_run):
-        wrong, hint = f"`{of_run[0]}` is about what ran, and nothing runs", "name a .plan or a .py"
-    if wrong:
-        raise UsageError(wrong, slug="wrong-usage", hint=hint)
+    elif comparison_paths and (args.plan_only or args.dry_run):
+        problem, hint = f"`{comparison_paths[0]}` is about what ran, and nothing runs", "name a .plan or a .py"
+    if problem:
+        raise UsageError(problem, slug="wrong-usage", hint=hint)
     return (
-        [(path, of_plan[form]) for path, form in chosen if form in of_plan],
-        [(path, REPLAY.writer(path, form)) for path, form in chosen if form not in {*of_plan, _DIRECTORY}],
-        [path for path, form in chosen if form == _DIRECTORY],
+        [(path, plan_writers[file_format]) for path, file_format in targets if file_format in plan_writers],
+        [
+            (path, REPLAY.writer(path, file_format))
+            for path, file_format in targets
+            if file_format not in {*plan_writers, _DIRECTORY}
+        ],
+        [path for path, file_format in targets if file_format == _DIRECTORY],
     )
 
 
-def _lines(plan: ReplayPlan) -> Iterator[str]:
+def _describe_plan(plan: ReplayPlan) -> Iterator[str]:
     """What the plan holds, a line for each rank."""
-    from traceloom.report.labels import group_by_ranks
+    from traceloom.report.labels import merge_rank_notices
 
     for rank_plan in plan:
         counts = dict(rank_plan.ops["action"].value_counts().iter_rows())
-        outside = rank_plan.storages.filter("external")
+        external_storages = rank_plan.storages.filter("external")
         yield (
-            f"rank {rank_plan.rank}: {units.count_of(counts.get(RUN, 0), 'op')} of {rank_plan.calls.height:,} "
-            f"different calls, {units.count_of(counts.get(COLLECTIVE, 0), 'collective')}, "
-            f"{units.count_of(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
-            f"{units.count_of(outside.height, 'tensor')} from outside ({units.size(int(outside['bytes'].sum()))})"
+            f"rank {rank_plan.rank}: {units.format_quantity(counts.get(RUN, 0), 'op')} of {rank_plan.calls.height:,} "
+            f"different calls, {units.format_quantity(counts.get(COLLECTIVE, 0), 'collective')}, "
+            f"{units.format_quantity(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
+            f"{units.format_quantity(external_storages.height, 'tensor')} from outside ({units.format_size(int(external_storages['bytes'].sum()))})"
         )
-    for notice, sentence in group_by_ranks([notice.to_dict() for notice in plan.notices]):
-        yield f"{notice['severity']}: {sentence}"
+    for notice, text in merge_rank_notices([notice.to_dict() for notice in plan.notices]):
+        yield f"{notice['severity']}: {text}"
 
 
-def _dry_lines(ranks: Iterable[RankDryRun]) -> Iterator[str]:
+def _describe_dry_run(ranks: Iterable[RankDryRun]) -> Iterator[str]:
     """What a dry run found, some lines for each rank."""
-    for of_rank in ranks:
-        share = units.share(of_rank.covered_ns or 0, of_rank.duration_ns) if of_rank.duration_ns else None
-        peak = ", ".join(f"{units.size(size)} on {device}" for device, size in of_rank.peak_bytes.items() if size)
+    for rank_result in ranks:
+        share = (
+            units.format_share(rank_result.covered_ns or 0, rank_result.duration_ns)
+            if rank_result.duration_ns
+            else None
+        )
+        peak = ", ".join(
+            f"{units.format_size(size)} on {device}" for device, size in rank_result.peak_bytes.items() if size
+        )
         yield (
-            f"rank {of_rank.rank}: {units.count(of_rank.covered)} of {units.count_of(of_rank.ops, 'op')} run here"
+            f"rank {rank_result.rank}: {units.format_count(rank_result.covered)} of {units.format_quantity(rank_result.ops, 'op')} run here"
             + (f" ({share} of their recorded time)" if share else "")
-            + f"; {units.count(of_rank.looked_at)} compared, {units.count_of(len(of_rank.wrong), 'difference')}"
+            + f"; {units.format_count(rank_result.looked_at)} compared, {units.format_quantity(len(rank_result.wrong), 'difference')}"
             + (f"; tensors of at most {peak}" if peak else "")
         )
-        for wrong in of_rank.wrong:
-            what = f"recorded {wrong.recorded}, here {wrong.here or 'nothing'}"
-            yield f"  {units.count(wrong.count)} × {wrong.name}, output {wrong.output}: {what}"
-        for left in of_rank.left:
-            yield f"  {units.count(left.count)} × {left.name} ({left.reason}): {left.text}"
+        for difference in rank_result.wrong:
+            outcome = f"recorded {difference.recorded}, here {difference.here or 'nothing'}"
+            yield f"  {units.format_count(difference.count)} × {difference.name}, output {difference.output}: {outcome}"
+        for left_out in rank_result.left:
+            yield f"  {units.format_count(left_out.count)} × {left_out.name} ({left_out.reason}): {left_out.text}"

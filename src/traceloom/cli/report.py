@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from traceloom.trace.notice import Notice
     from traceloom.trace.session import Session
 
-_MOST_FILES = 1_000  # tables and pictures with a row per rank say little long before
+_MAX_RANK_FILES = 1_000  # tables and pictures with a row per rank say little long before
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
 _PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
 _DOCUMENT, _SHORT = "document.json", "short.json"  # what is kept of a report: all, what the short one shows
@@ -55,155 +55,185 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "trace file, directory of traces, or recorded run; - for standard input")
-    what = parser.add_argument_group("what to report")
-    what.add_argument("--rank", type=types.ranks, metavar="N[,N]", help="only these ranks")
-    what.add_argument("--steps", type=types.steps, metavar="A..B", help="only the work of steps A to B-1")
-    what.add_argument("--by-shape", action="store_true", help="count operators apart by the shapes of their inputs")
-    what.add_argument(
-        "--only", type=types.sections, metavar="NAME[,NAME]", help="only these sections; `core` is the short report"
+    content_group = parser.add_argument_group("what to report")
+    content_group.add_argument("--rank", type=types.parse_ranks, metavar="N[,N]", help="only these ranks")
+    content_group.add_argument(
+        "--steps", type=types.parse_steps, metavar="A..B", help="only the work of steps A to B-1"
     )
-    against = what.add_mutually_exclusive_group()
+    content_group.add_argument(
+        "--by-shape", action="store_true", help="count operators apart by the shapes of their inputs"
+    )
+    content_group.add_argument(
+        "--only",
+        type=types.parse_sections,
+        metavar="NAME[,NAME]",
+        help="only these sections; `core` is the short report",
+    )
+    against = content_group.add_mutually_exclusive_group()
     against.add_argument("--device", metavar="NAME", help="compare with the peaks of this device, as `H100 SXM`")
     against.add_argument(
         "--peak", metavar="TYPE=N[,...]", help="compare with these FLOP/s and bytes/s, as bf16=989e12,memory=3.35e12"
     )
-    what.add_argument(
-        "--link-peak", type=types.positive, metavar="GB/S",
+    content_group.add_argument(
+        "--link-peak", type=types.parse_positive, metavar="GB/S",
         help="peak of one device's link in one direction, for all groups",
     )  # fmt: skip
-    what.add_argument(
+    content_group.add_argument(
         "--graph-capture", type=Path, metavar="FILE",
         help="recording of the capture of the graphs, or of the same model without graphs: tells the operators "
         "of graph replays, and their FLOPs",
     )  # fmt: skip
-    what.add_argument(
+    content_group.add_argument(
         "--rules", type=Path, action="append", default=[], metavar="FILE",
         help="your own rules: .py is run and registers models of operators, .json tells kinds of kernels "
         "(may be repeated)",
     )  # fmt: skip
-    what.add_argument("--tokens-per-step", type=types.count, metavar="N", help="tokens per step, for tokens per second")
-    what.add_argument("--samples-per-step", type=types.count, metavar="N", help="the same for samples")
-    how = parser.add_argument_group("how to show it")
-    how.add_argument("--full", action="store_true", help="the tables of the core and a line for each other section")
-    how.add_argument("--top", type=types.count, metavar="N", help="rows of a table (default: 10)")
-    how.add_argument("--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}")
-    how.add_argument("--json", action="store_true", help="print the report as JSON")
-    outputs.add_output(
-        how,
+    content_group.add_argument(
+        "--tokens-per-step", type=types.parse_count, metavar="N", help="tokens per step, for tokens per second"
+    )
+    content_group.add_argument("--samples-per-step", type=types.parse_count, metavar="N", help="the same for samples")
+    display_group = parser.add_argument_group("how to show it")
+    display_group.add_argument(
+        "--full", action="store_true", help="the tables of the core and a line for each other section"
+    )
+    display_group.add_argument("--top", type=types.parse_count, metavar="N", help="rows of a table (default: 10)")
+    display_group.add_argument(
+        "--sort", choices=SORT_KEYS, metavar="KEY", help=f"sort tables by {', '.join(SORT_KEYS)}"
+    )
+    display_group.add_argument("--json", action="store_true", help="print the report as JSON")
+    outputs.add_output_options(
+        display_group,
         ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json; .csv or .parquet for the table of "
         "that name; DIR/ for all tables",
     )
-    how.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables in DIR/ (default: csv)")
+    display_group.add_argument(
+        "--format", choices=("csv", "parquet"), default="csv", help="of the tables in DIR/ (default: csv)"
+    )
     types.add_reading(parser.add_argument_group("more"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
     from traceloom.formats import Cache
-    from traceloom.formats.ahead import decoding
-    from traceloom.formats.inputs import files_of
+    from traceloom.formats.ahead import decode_ahead
+    from traceloom.formats.inputs import list_files
     from traceloom.report.sections import CORE, FINDINGS
     from traceloom.trace.cache import DocumentCache
 
-    options = _options(args)
+    options = _read_options(args)
     # The short report on a terminal is made of the core and the findings; all else would be computed for nobody.
     brief = not (options.full or args.only or args.json or args.output)
-    made = replace(options, only=(CORE, FINDINGS)) if brief else options
-    kept = None
+    document_options = replace(options, only=(CORE, FINDINGS)) if brief else options
+    document_cache = None
     if not (args.no_cache or args.rules):  # rules are code
-        choices = repr(replace(made, top=0, sort=None, full=False))  # without those that the document does not show
-        kept = DocumentCache(args.inputs, [args.graph_capture] if args.graph_capture else [], choices, files_of)
-    if brief and kept and (short := kept.get(_SHORT)):
+        choices = repr(
+            replace(document_options, top=0, sort=None, full=False)
+        )  # without those that the document does not show
+        document_cache = DocumentCache(
+            args.inputs, [args.graph_capture] if args.graph_capture else [], choices, list_files
+        )
+    if brief and document_cache and (short := document_cache.get(_SHORT)):
         from traceloom.report.views import terminal
 
         terminal.show_short(short, sys.stdout)
         _close(args, short)
         return 0
-    document = kept.get(_DOCUMENT) if kept and not brief else None
-    alone = args.inputs if len(args.inputs) == 1 and not document else []  # several are read by a process each
-    with decoding(alone, None if args.no_cache else Cache()):
-        return _run(args, options, made, kept, document)
+    document = document_cache.get(_DOCUMENT) if document_cache and not brief else None
+    sole_input = args.inputs if len(args.inputs) == 1 and not document else []  # several are read by a process each
+    with decode_ahead(sole_input, None if args.no_cache else Cache()):
+        return _run(args, options, document_options, document_cache, document)
 
 
 def _run(
     args: argparse.Namespace,
     options: ReportOptions,
-    made: ReportOptions,
-    kept: DocumentCache | None,
+    document_options: ReportOptions,
+    document_cache: DocumentCache | None,
     document: ReportDocument | None,
 ) -> int:
-    """Write and show; `made` is what the document is made with, which stands in `document` where it was kept."""
+    """Write and show; `document_options` is what the document is made with, which stands in `document` where it was kept."""
     from traceloom import report as reports
-    from traceloom.report.sections import chosen
-    from traceloom.report.views.files import FORMATS, Directory, Format, Report, directory, encode
+    from traceloom.report.sections import select_sections
+    from traceloom.report.views.files import FORMATS, Directory, Format, Report, build_table_directory, encode
     from traceloom.system import files, units
 
-    tables = directory(f".{args.format}")
-    formats: dict[str, Format | Directory] = {ending: form for form in FORMATS for ending in form.endings}
-    targets = outputs.targets(args, formats, (tables, tables.ours))
+    tables = build_table_directory(f".{args.format}")
+    formats: dict[str, Format | Directory] = {
+        ending: target_format for target_format in FORMATS for ending in target_format.endings
+    }
+    targets = outputs.resolve_output_files(args, formats, (tables, tables.ours))
     refused: Sequence[Notice] = ()
-    with Progress(shown=not args.quiet) as progress, ExitStack() as until_written:
+    with Progress(enabled=not args.quiet) as progress, ExitStack() as until_written:
         if document:
-            report = Report(document, lambda: reports.selected(_load(args, progress).runs[0], made), made)
+            report = Report(
+                document, lambda: reports.selected(_load(args, progress).runs[0], document_options), document_options
+            )
         else:
             # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
             importlib.import_module("traceloom.report.run")
-            chosen(made.only)
+            select_sections(document_options.only)
             try:
                 loaded = _load(args, progress)
             except InputError as error:
-                from traceloom.report.memory_sources import REPORT_ENDING
+                from traceloom.report.memory_sources import OUT_OF_MEMORY_SUFFIX
 
                 # Memory may have run out before anything else was written.
-                reports_of_memory = (Path(text).glob(f"*{REPORT_ENDING}") for text in args.inputs)
+                reports_of_memory = (Path(text).glob(f"*{OUT_OF_MEMORY_SUFFIX}") for text in args.inputs)
                 if error.slug != "no-traces" or not any(map(any, reports_of_memory)):
                     raise
-                return _out_of_memory(args)
+                return _report_out_of_memory(args)
             progress.say("analysing")
             until_written.enter_context(pin_to_one_core(sum(session.event_count for session in loaded.runs)))
-            report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
+            report = _report(
+                loaded.runs,
+                args,
+                document_options,
+                [str(path) for path, target_format in targets if not target_format.of_runs],
+            )
             refused = loaded.refused
         written = []
-        for path, form in targets:
-            if isinstance(form, Format):
-                written += outputs.write(args, [(path, form.writer(path))], report, progress)
+        for path, target_format in targets:
+            if isinstance(target_format, Format):
+                written += outputs.write_output_files(args, [(path, target_format.writer(path))], report, progress)
             else:
                 progress.say(f"writing {path}")
-                inside = files.write_directory(path, partial(form.fill, report), form.ours, force=args.force)
-                written.append((path, sum(file.stat().st_size for file in inside)))
+                written_files = files.write_directory(
+                    path, partial(target_format.fill, report), target_format.ours, force=args.force
+                )
+                written.append((path, sum(file.stat().st_size for file in written_files)))
     if args.json:
         sys.stdout.buffer.write(encode(report.document))
-    elif outputs.is_printed(args):
+    elif outputs.should_print_document(args):
         from traceloom.report.views import terminal
 
         terminal.show(report.document, options, sys.stdout)
-    for (path, size), (_, form) in zip(written, targets, strict=True):
-        outputs.add_reason(args, f"Wrote {path} ({units.size(size)}); {form.next_step}.")
+    for (path, size), (_, target_format) in zip(written, targets, strict=True):
+        outputs.print_messages(args, f"Wrote {path} ({units.format_size(size)}); {target_format.next_step}.")
     if not written and not report.document["runs"]:
         _close(args, report.document)
     if refused:  # the report is made of the rest; the exit code and a last word say that it is not all
-        more = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
-        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+        others_note = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{others_note}", slug="refused-input")
     failed = any(notice["slug"] == "section-failed" for notice in report.document["notices"])
-    if kept and not (document or failed or report.document["runs"]):
-        if made is options:
-            kept.put(_DOCUMENT, encode(report.document))
+    if document_cache and not (document or failed or report.document["runs"]):
+        if document_options is options:
+            document_cache.put(_DOCUMENT, encode(report.document))
         else:
             from traceloom.report.views import terminal
 
-            kept.put(_SHORT, encode(terminal.in_short(report.document)))
+            document_cache.put(_SHORT, encode(terminal.build_short_report(report.document)))
     return 0
 
 
 def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
     """Name the next useful command, with the inputs as a shell makes them, where it makes no others."""
-    words = shlex.join(args.inputs)
+    arguments = shlex.join(args.inputs)
     if len(args.inputs) > 1 and _is_pattern(document["name"], [row["path"] for row in document["inputs"]]):
-        words = document["name"]
-    outputs.print_outcome(args, [], f"traceloom report {words} -o report.html")
+        arguments = document["name"]
+    outputs.print_outcome(args, [], f"traceloom report {arguments} -o report.html")
 
 
-def _out_of_memory(args: argparse.Namespace) -> int:
+def _report_out_of_memory(args: argparse.Namespace) -> int:
     """Show whose memory it was, where no times were recorded; returns the exit code."""
     from traceloom.cli import memory
 
@@ -219,7 +249,7 @@ def _out_of_memory(args: argparse.Namespace) -> int:
     return memory.run(parser.parse_args(arguments))
 
 
-def _options(args: argparse.Namespace) -> ReportOptions:
+def _read_options(args: argparse.Namespace) -> ReportOptions:
     from traceloom.report import ReportOptions
 
     # Peaks and rules that the user gives are checked before anything is read.
@@ -228,9 +258,9 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
         raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
     if peak is not None:
-        from traceloom.analyze.placed_calls import peak_of
+        from traceloom.analyze.placed_calls import parse_peak
 
-        peak_of(peak)
+        parse_peak(peak)
     rules: tuple[KindRule, ...] = ()
     if args.rules:
         from traceloom.analyze import load_rules
@@ -272,33 +302,39 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
         )
 
     progress.say("reading")
-    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MOST_FILES)
+    return load_inputs(*args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MAX_RANK_FILES)
 
 
-def _report(sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions, of_one: list[str]) -> Report:
-    """The report; `of_one` are the files whose formats are about one run."""
+def _report(
+    sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions, single_run_files: list[str]
+) -> Report:
+    """The report; `single_run_files` are the files whose formats are about one run."""
     from traceloom import report
     from traceloom.report.views.files import Report
 
     if len(sessions) == 1:
-        document = report.build(sessions[0], options, beside=not args.rules)  # which may have registered models
+        document = report.build(
+            sessions[0], options, separate_process=not args.rules
+        )  # which may have registered models
         return Report(document, lambda: report.selected(sessions[0], options), options)
     # The shell command that reports each run alone: by its directory or pattern, where these name nothing else.
     homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
-    runs_by_home = Counter(home for of_session in homes for home in of_session)
+    runs_by_home = Counter(home for session_homes in homes for home in session_homes)
     commands = []
-    for session, of_session in zip(sessions, homes, strict=True):
+    for session, session_homes in zip(sessions, homes, strict=True):
         paths = [trace.meta.path for trace in session.traces]
         inputs = shlex.join(paths)
-        if len(paths) > 1 and len(of_session) == 1 and runs_by_home[min(of_session)] == 1:
-            inputs = shlex.quote(str(min(of_session)))
+        if len(paths) > 1 and len(session_homes) == 1 and runs_by_home[min(session_homes)] == 1:
+            inputs = shlex.quote(str(min(session_homes)))
         elif len(paths) > 1:
             inputs = session.name if _is_pattern(session.name, paths) else inputs
         commands.append(restore_addresses(f"traceloom report {inputs}"))
-    of_one = of_one + [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
-    if of_one:
+    single_run_files = single_run_files + [
+        option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value
+    ]
+    if single_run_files:
         raise UsageError(
-            f"the inputs hold {len(sessions)} runs, but {of_one[0]} is about one",
+            f"the inputs hold {len(sessions)} runs, but {single_run_files[0]} is about one",
             slug="several-runs",
             hint=f"choose one, as with: {commands[0]}",
         )

@@ -58,11 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-certificate", metavar="FILE", default="", help="PEM file of a certificate for it")
     parser.add_argument("--engine-key", metavar="FILE", default="", help="PEM file of the key of that certificate")
     parser.add_argument(
-        "--workers", type=types.count, metavar="N",
+        "--workers", type=types.parse_count, metavar="N",
         help="so many captures at once (default: cores but one; 16 with a cluster)",
     )  # fmt: skip
     parser.add_argument(
-        "--lease", type=types.positive, metavar="SECONDS",
+        "--lease", type=types.parse_positive, metavar="SECONDS",
         help="after so long without a word from a service others of the same state take over its work (default: 30)",
     )  # fmt: skip
     parser.add_argument(
@@ -106,24 +106,24 @@ def run(args: argparse.Namespace) -> int:
         )
     from platformdirs import user_data_path
 
-    from traceloom.cli.upload import token_path
+    from traceloom.cli.upload import get_token_path
     from traceloom.fleet.portal.app import build_portal
     from traceloom.fleet.service.committer import WriterProcess
-    from traceloom.fleet.service.executors import EngineTls, engine_of
-    from traceloom.fleet.service.pipeline import COMMIT_S, LEASE_S
-    from traceloom.fleet.service.service import Service, keep_local_token, serve
-    from traceloom.fleet.service.webhooks import WebhookTargets
-    from traceloom.fleet.store.captures import State
-    from traceloom.fleet.store.objects import Objects
+    from traceloom.fleet.service.executors import EngineTls, create_engine
+    from traceloom.fleet.service.pipeline import COMMIT_INTERVAL_S, LEASE_S
+    from traceloom.fleet.service.service import FleetService, ensure_local_token, serve
+    from traceloom.fleet.service.webhooks import WebhookAddressPolicy
+    from traceloom.fleet.store.captures import ServiceState
+    from traceloom.fleet.store.objects import ObjectStore
     from traceloom.fleet.store.tables import Tables
     from traceloom.server.settings import Tcp
 
-    proxy = _proxy(args)
+    proxy = _read_proxy_users(args)
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
     tls = EngineTls(*files) if any(files) else None
-    targets = WebhookTargets(args.webhooks_to)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    targets = WebhookAddressPolicy(args.webhooks_to)
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def say(text: str) -> None:
@@ -133,18 +133,18 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         demo = None
         if args.demo:
-            from traceloom.fleet.demo.serving import Demo
+            from traceloom.fleet.demo.serving import DemoFleet
 
-            demo = stack.enter_context(Demo.in_directory(args.store, args.state))
+            demo = stack.enter_context(DemoFleet.open_store(args.store, args.state))
         store = args.store if demo is None else str(demo.directory.path)
-        objects = Objects(store or str(user_data_path("traceloom") / "fleet"))
+        objects = ObjectStore(store or str(user_data_path("traceloom") / "fleet"))
         if not args.state and objects.directory is None:
             raise UsageError(
                 "files in an object store need a state beside them", slug="wrong-usage",
                 hint="--state postgresql://USER@HOST/NAME, or a file of SQLite where one service runs",
             )  # fmt: skip
         state_at = args.state or str(Path(objects.directory or ".") / "state.db")
-        state = State(state_at)
+        state = ServiceState(state_at)
         stack.callback(state.close)
         store_at = objects.url if objects.directory is None else str(objects.directory)
         tables = Tables(store_at)
@@ -152,33 +152,33 @@ def run(args: argparse.Namespace) -> int:
         stack.callback(writer.close)
         writer.create()
         if demo is None:
-            keep_local_token(state, token_path())
+            ensure_local_token(state, get_token_path())
         else:
             demo.fill(state, objects, tables, say)
-        engine = engine_of(args.engine, args.workers, tls)
+        engine = create_engine(args.engine, args.workers, tls)
         stack.callback(engine.close)
 
         def ready(url: str) -> None:
             if demo is not None or not args.quiet:
-                print(_welcome(url, objects.url, "" if demo is None else demo.token), flush=True)
+                print(_format_welcome(url, objects.url, "" if demo is None else demo.token), flush=True)
 
         async def live() -> None:
-            service = Service(
-                state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_S,
-                incoming=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
-                webhook_targets=targets, writer=writer,
+            service = FleetService(
+                state, objects, tables, engine, lease_s=args.lease or LEASE_S, commit_s=COMMIT_INTERVAL_S,
+                incoming_directory=(objects.directory or user_data_path("traceloom") / "fleet") / "from-hosts",
+                webhook_policy=targets, writer=writer,
             )  # fmt: skip
             tcp = Tcp(address=args.address, certificate=args.certificate, key=args.key)
-            async with contextlib.AsyncExitStack() as beside:
+            async with contextlib.AsyncExitStack() as exit_stack:
                 if demo is not None:
-                    await beside.enter_async_context(demo.hosts(service))
+                    await exit_stack.enter_async_context(demo.hosts(service))
                 await serve(service, tcp, ready, build_portal(service, proxy))
 
         asyncio.run(live())
     return 0
 
 
-def _proxy(args: argparse.Namespace) -> ProxyUsers | None:
+def _read_proxy_users(args: argparse.Namespace) -> ProxyUsers | None:
     """Who says who asks, where a proxy does."""
     from traceloom.fleet.portal.app import ProxyUsers
 
@@ -192,9 +192,9 @@ def _proxy(args: argparse.Namespace) -> ProxyUsers | None:
         raise UsageError(f"no such proxy: {error}", slug="wrong-usage") from error
 
 
-def _welcome(url: str, store: str, demo_token: str) -> str:
+def _format_welcome(url: str, store: str, demo_token: str) -> str:
     """What is printed once it answers at an address."""
-    from traceloom.cli.upload import SERVER, token_path
+    from traceloom.cli.upload import DEFAULT_SERVER, get_token_path
 
     if demo_token:  # it is printed nowhere else
         return (
@@ -202,9 +202,9 @@ def _welcome(url: str, store: str, demo_token: str) -> str:
             f"Its token, for the browser and for commands: {demo_token}\n"
             f"Try: TRACELOOM_SERVER={url} TRACELOOM_TOKEN={demo_token} traceloom fleet captures"
         )
-    server = "" if url == SERVER else f" --server {url}"
+    server = "" if url == DEFAULT_SERVER else f" --server {url}"
     return (
         f"The fleet's service answers at {url}, and keeps its files in {store}.\n"
-        f"Its pages are there too; sign in with the token in {token_path()}.\n"
+        f"Its pages are there too; sign in with the token in {get_token_path()}.\n"
         f"Try: traceloom upload CAPTURE{server}; traceloom fleet check{server}"
     )

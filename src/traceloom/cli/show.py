@@ -32,10 +32,14 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "a .graph file, or .et and .et.gz files, or a directory of them")
-    parser.add_argument("--node", type=types.whole, metavar="ID", help="one node and its neighbours")
-    parser.add_argument("--rank", type=types.whole, metavar="N", help="the rank of the node")
+    parser.add_argument("--node", type=types.parse_whole_number, metavar="ID", help="one node and its neighbours")
+    parser.add_argument("--rank", type=types.parse_whole_number, metavar="N", help="the rank of the node")
     parser.add_argument(
-        "--depth", type=types.whole, default=2, metavar="N", help="how far neighbours are drawn (default: 2)"
+        "--depth",
+        type=types.parse_whole_number,
+        default=2,
+        metavar="N",
+        help="how far neighbours are drawn (default: 2)",
     )
     parser.add_argument("--json", action="store_true", help="print the summary, or the node, as JSON")
     parser.add_argument("-o", "--output", metavar="FILE", help="write a drawing: .html")
@@ -48,15 +52,15 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.system import units
 
     def draw(summary: WorkloadSummaryDocument, handle: BinaryIO) -> None:
-        from traceloom.report.workload_drawing import collapsed, neighbourhood, render
+        from traceloom.report.workload_drawing import build_neighbourhood, collapse_nodes, render
 
-        picture = collapsed(network) if row is None else neighbourhood(network, row, args.depth)
+        picture = collapse_nodes(network) if row is None else build_neighbourhood(network, row, args.depth)
         handle.write(encode_utf8(render(picture, summary)))
 
-    chosen = outputs.targets(args, {".html": draw, ".htm": draw})
-    with Progress(shown=not args.quiet) as progress:
+    targets = outputs.resolve_output_files(args, {".html": draw, ".htm": draw})
+    with Progress(enabled=not args.quiet) as progress:
         progress.say("reading")
-        from traceloom.report.workload import of_graph, of_workload
+        from traceloom.report.workload import convert_graph, convert_workload
 
         graphs = [path for path in args.inputs if Path(path).name.lower().endswith(".graph")]
         if graphs and len(args.inputs) > 1:
@@ -66,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
         if graphs:
             from traceloom.graph.graph import load
 
-            network = of_graph(load(graphs[0]))
+            network = convert_graph(load(graphs[0]))
         else:
-            from traceloom.formats.chakra.nodes import places, read_workload
+            from traceloom.formats.chakra.nodes import find_file_sets, read_workload
 
-            file_sets = places(args.inputs)
+            file_sets = find_file_sets(args.inputs)
             if len(file_sets) > 1:
                 names = ", ".join(file_set.name for file_set in file_sets[:4])
                 raise UsageError(
@@ -78,44 +82,44 @@ def run(args: argparse.Namespace) -> int:
                     slug="several-sets",
                     hint="name the files of one of them",
                 )
-            network = of_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
-        row = None if args.node is None else _row(network, args.node, args.rank)
+            network = convert_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
+        row = None if args.node is None else _find_row(network, args.node, args.rank)
         progress.say("counting")
-        from traceloom.report.workload import neighbours, summarise
+        from traceloom.report.workload import build_node_document, summarise
 
         document: WorkloadSummaryDocument | NodeDocument
-        document = summarise(network) if row is None else neighbours(network, row)
+        document = summarise(network) if row is None else build_node_document(network, row)
         written: list[tuple[Path, int]] = []
-        if chosen:
+        if targets:
             summary = document if document["format"] == "traceloom-workload-summary" else summarise(network)
-            written = outputs.write(args, chosen, summary, progress)
+            written = outputs.write_output_files(args, targets, summary, progress)
     if args.json:
         from traceloom.report.views.files import encode
 
         sys.stdout.buffer.write(encode(document))
-    elif outputs.is_printed(args):
+    elif outputs.should_print_document(args):
         from traceloom.report import workload
-        from traceloom.report.views.terminal import put
+        from traceloom.report.views.terminal import print_lines
 
         if document["format"] == "traceloom-node":
-            put(partial(workload.render_node, document), sys.stdout)
+            print_lines(partial(workload.render_node, document), sys.stdout)
         else:
-            put(partial(workload.render, document), sys.stdout)
+            print_lines(partial(workload.render, document), sys.stdout)
     for path, size in written:
-        outputs.add_reason(args, f"Wrote {path} ({units.size(size)}); open it in a browser.")
+        outputs.print_messages(args, f"Wrote {path} ({units.format_size(size)}); open it in a browser.")
     if not written and row is None:
         outputs.print_outcome(args, [], f"traceloom show {shlex.join(args.inputs)} -o drawing.html")
     return 0
 
 
-def _row(network: NodeNetwork, identity: int, rank: int | None) -> int:
-    from traceloom.report.workload import row_of
+def _find_row(network: NodeNetwork, identity: int, rank: int | None) -> int:
+    from traceloom.report.workload import find_rows
 
-    rows = row_of(network, identity, rank)
+    rows = find_rows(network, identity, rank)
     if not rows:
-        of_rank = "" if rank is None else f" on rank {rank}"
+        rank_note = "" if rank is None else f" on rank {rank}"
         raise InputError(
-            f"there is no node {identity}{of_rank}",
+            f"there is no node {identity}{rank_note}",
             slug="no-such-node",
             where=network.name,
             hint="traceloom validate and drawings name the ids of nodes",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # Sizes of a job that only another recording, or a generated workload, can have.
-_REFUSED = {
+_UNSCALABLE = {
     "tensor_parallel": "every kernel of a layer would work on another part of it",
     "pipeline_parallel": "every stage would hold other layers",
     "micro_batches": "stages would wait for each other in another order",
@@ -42,17 +42,21 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
     scale = parser.add_argument_group("at which scale")
     size = scale.add_mutually_exclusive_group()
     size.add_argument(
-        "--ranks", type=types.count, metavar="N", help="the same job with N ranks: more (or fewer) copies"
+        "--ranks", type=types.parse_count, metavar="N", help="the same job with N ranks: more (or fewer) copies"
     )
-    size.add_argument("--data-parallel", type=types.count, metavar="N", help="the same with N copies of the model")
-    for name in _REFUSED:
-        scale.add_argument(f"--{name.replace('_', '-')}", type=types.count, help=argparse.SUPPRESS)
+    size.add_argument(
+        "--data-parallel", type=types.parse_count, metavar="N", help="the same with N copies of the model"
+    )
+    for name in _UNSCALABLE:
+        scale.add_argument(f"--{name.replace('_', '-')}", type=types.parse_count, help=argparse.SUPPRESS)
     scale.add_argument(
         "--role", action="append", default=[], metavar="GROUP=ROLE", help="what a group is for, as 9=data, where its "
         "name and calls do not tell",
     )  # fmt: skip
-    scale.add_argument("--draws", type=types.count, default=200, metavar="N", help="how many steps are drawn (200)")
-    scale.add_argument("--seed", type=types.whole, default=0, metavar="N", help="of chance (0)")
+    scale.add_argument(
+        "--draws", type=types.parse_count, default=200, metavar="N", help="how many steps are drawn (200)"
+    )
+    scale.add_argument("--seed", type=types.parse_whole_number, default=0, metavar="N", help="of chance (0)")
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -61,20 +65,20 @@ def is_asked(args: argparse.Namespace) -> bool:
     Raises:
         UsageError: slug `cannot-scale`: one that cannot be made of what was recorded.
     """
-    for name, why in _REFUSED.items():
+    for name, reason in _UNSCALABLE.items():
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} cannot be changed in what was recorded: {why}",
+                f"--{name.replace('_', '-')} cannot be changed in what was recorded: {reason}",
                 slug="cannot-scale",
                 hint="record a job that has it, or plan with --sweep and `traceloom generate transformer`",
             )
     return args.ranks is not None or args.data_parallel is not None
 
 
-def recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Machine | None) -> RecordedJob:
+def build_recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Machine | None) -> RecordedJob:
     """The recorded job, on the device that is asked for, or that of the machine."""
-    from traceloom.workload.simulate.native import on_device
-    from traceloom.workload.simulate.scale import RecordedJob, roles_of
+    from traceloom.workload.simulate.native import build_device_cases
+    from traceloom.workload.simulate.scale import RecordedJob, find_roles
 
     if source.only is not None:
         raise UsageError("--only is of the recorded size", slug="cannot-scale", hint="leave --only or the scale out")
@@ -84,9 +88,9 @@ def recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Mac
             slug="cannot-scale",
             hint="name the recorded run",
         )
-    cases = on_device(source, machine, args.device, args.host_factor, args.recorded_device)
+    cases = build_device_cases(source, machine, args.device, args.host_factor, args.recorded_device)
     graph = cases.graphs[0]
-    roles = roles_of(source.session) if source.session else {}
+    roles = find_roles(source.session) if source.session else {}
     for text in args.role:
         group, equals, role = text.partition("=")
         if not equals:
@@ -97,7 +101,7 @@ def recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Mac
     )
 
 
-def machine_of(args: argparse.Namespace) -> Machine | None:
+def load_machine(args: argparse.Namespace) -> Machine | None:
     """The machine, of whatever size it is described; None for the recorded one."""
     from traceloom.workload.simulate.machine_file import read_machine
 
@@ -105,7 +109,7 @@ def machine_of(args: argparse.Namespace) -> Machine | None:
         from traceloom.workload.simulate.astra_sim import config
 
         system = config.read_system(args.system) if args.system else None
-        return config.machine_of(config.read_network(args.network), system)
+        return config.build_machine(config.read_network(args.network), system)
     if args.machine is None:
         if args.overrides:
             raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
@@ -115,33 +119,33 @@ def machine_of(args: argparse.Namespace) -> Machine | None:
 
 def run_scaling(args: argparse.Namespace) -> int:
     """Read, scale and show; returns the exit code."""
-    from traceloom.formats.chakra.files import FILES_OF_RANKS
+    from traceloom.formats.chakra.files import RANK_FILES_PATTERN
     from traceloom.report import simulation
     from traceloom.workload.chakra.astra_sim import to_astra_sim
     from traceloom.workload.simulate.inputs import open_input
-    from traceloom.workload.simulate.scale import on_machine
+    from traceloom.workload.simulate.scale import make_transfer_model
 
-    chosen = outputs.targets(args, {".json": "document"}, ("workload", FILES_OF_RANKS))
-    with Progress(shown=not args.quiet) as progress:
+    targets = outputs.resolve_output_files(args, {".json": "document"}, ("workload", RANK_FILES_PATTERN))
+    with Progress(enabled=not args.quiet) as progress:
         progress.say("reading")
         source = open_input(args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache)
         progress.say("measuring how works vary")
-        described = machine_of(args)
-        job = recorded_job(args, source, described)
+        described = load_machine(args)
+        job = build_recorded_job(args, source, described)
         size = {"ranks": args.ranks, "data_parallel": args.data_parallel}
         ranks = job.copies(**size) * job.axis.positions
         machine = described.for_ranks(ranks) if described else None
-        model = on_machine(machine) if machine else None
+        model = make_transfer_model(machine) if machine else None
         progress.say(f"drawing steps of {ranks:,} ranks")
         answer = job.at(**size, transfers=model)
         document = simulation.build(
             answer, source.name, (machine.name or str(args.machine or args.network)) if machine else ""
         )
         written = []
-        for path, form in chosen:
+        for path, format_name in targets:
             progress.say(f"writing {path}")
-            if form == "document":
-                written += outputs.write(args, [(path, outputs.as_json)], document, progress)
+            if format_name == "document":
+                written += outputs.write_output_files(args, [(path, outputs.write_json)], document, progress)
             else:
                 progress.say(f"copying the graph for {ranks:,} ranks")
                 graph = job.graph_at(ranks=ranks, transfers=model)
@@ -150,8 +154,8 @@ def run_scaling(args: argparse.Namespace) -> int:
                 progress.say(f"writing {ranks:,} files to {path}")
                 sizes = [file.stat().st_size for file in workload.write(path, force=args.force)]
                 written.append((path, sum(sizes)))
-    outputs.show(args, document, simulation.render_scaled)
-    outputs.print_outcome(args, written, outputs.repeat_command(args, "workload/"))
+    outputs.print_document(args, document, simulation.render_scaled)
+    outputs.print_outcome(args, written, outputs.format_repeat_command(args, "workload/"))
     return 0
 
 
@@ -166,65 +170,68 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
         "network.0.bandwidth=50,100 or ranks=8..1024*2; several: at all their combinations",
     )  # fmt: skip
     sweep.add_argument(
-        "--memory-limit", type=types.size, metavar="BYTES", help="leave out points of which a rank needs more, as 80GB"
+        "--memory-limit",
+        type=types.parse_size,
+        metavar="BYTES",
+        help="leave out points of which a rank needs more, as 80GB",
     )
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     """Evaluate all points and show what they say together; returns the exit code."""
     from traceloom.report import sweep as report
-    from traceloom.workload.simulate.sweep import SweepQuestion, SweepTable, parse_axis, points_of
+    from traceloom.workload.simulate.sweep import SweepQuestion, SweepTable, list_points, parse_axis
 
     axes = [parse_axis(text) for text in args.sweep]
-    points = list(points_of(axes))
+    points = list(list_points(axes))
     roles = dict(text.split("=", 1) for text in args.role if "=" in text)
     question = SweepQuestion(
         tuple(args.inputs), args.machine, tuple(args.overrides), args.device, args.host_factor, args.ranks,
         args.data_parallel, None if args.groups is None else str(args.groups), args.only, args.step, roles, args.draws,
         args.seed, args.memory_limit, not args.no_cache, args.recorded_device,
     )  # fmt: skip
-    page = outputs.lazy_renderer("traceloom.report.sweep:render")
-    forms: dict[str, Callable[[SweepDocument, BinaryIO], object]] = {
-        ".json": outputs.as_json,
+    page = outputs.make_lazy_writer("traceloom.report.sweep:render")
+    writers: dict[str, Callable[[SweepDocument, BinaryIO], object]] = {
+        ".json": outputs.write_json,
         ".csv": lambda _, handle: table.points.write_csv(handle),
         ".parquet": lambda _, handle: table.points.write_parquet(handle),
         ".html": page,
         ".htm": page,
     }
-    chosen = outputs.targets(args, forms)
-    kept = _KeptPoints(chosen[0][0], question) if chosen else None
-    with Progress(shown=not args.quiet) as progress:
-        rows = _answers(question, axes, points, kept, progress)
+    targets = outputs.resolve_output_files(args, writers)
+    saved_points = _SavedPoints(targets[0][0], question) if targets else None
+    with Progress(enabled=not args.quiet) as progress:
+        rows = _evaluate_missing_points(question, axes, points, saved_points, progress)
         table = SweepTable.of(axes, rows)
         document = report.build(table, " ".join(args.inputs))
-        written = outputs.write(args, chosen, document, progress)
-    if kept is not None:
-        kept.path.unlink(missing_ok=True)
-    outputs.show(args, document, report.render_sweep)
-    outputs.print_outcome(args, written, outputs.repeat_command(args, "sweep.html"))
+        written = outputs.write_output_files(args, targets, document, progress)
+    if saved_points is not None:
+        saved_points.path.unlink(missing_ok=True)
+    outputs.print_document(args, document, report.render_sweep)
+    outputs.print_outcome(args, written, outputs.format_repeat_command(args, "sweep.html"))
     return 0
 
 
-def _answers(
+def _evaluate_missing_points(
     question: SweepQuestion,
     axes: list[SweepAxis],
     points: list[SweepPoint],
-    kept: _KeptPoints | None,
+    saved_points: _SavedPoints | None,
     progress: Progress,
 ) -> list[SweepRow]:
     """The points with their answers, in their order; what was kept is not asked again."""
     from traceloom.workload.simulate.sweep import evaluate_points
 
-    answers = kept.read(points) if kept else {}
+    answers = saved_points.read(points) if saved_points else {}
     missing = {number: point for number, point in enumerate(points) if number not in answers}
     done = len(answers)
     progress.say(f"{done:,} of {len(points):,} points" if done else "reading")
-    with clean_up_on_exit(kept.announce if kept else lambda: None):
+    with clean_up_on_exit(saved_points.announce if saved_points else lambda: None):
         for number, row in evaluate_points(question, missing):
             answers[number] = row
             done += 1
-            if kept is not None:
-                kept.add(points[number], row)
+            if saved_points is not None:
+                saved_points.add(points[number], row)
             progress.say(f"{done:,} of {len(points):,} points")
     if not any(row["time_ns"] is not None for row in answers.values()):
         reasons = sorted({str(row["reason"]) for row in answers.values()})
@@ -233,7 +240,7 @@ def _answers(
     return [{**points[number], **answers[number], **points[number]} for number in range(len(points))]
 
 
-class _KeptPoints:
+class _SavedPoints:
     """Answers beside the output while a sweep goes on: whoever stops it can go on with the same command.
 
     Args:
@@ -251,12 +258,14 @@ class _KeptPoints:
         stamps = []
         for path in map(Path, filter(None, (*question.inputs, question.machine))):
             files = sorted(path.iterdir()) if path.is_dir() else [path]
-            stamps.append([(of.name, of.stat().st_size, of.stat().st_mtime_ns) for of in files if of.is_file()])
+            stamps.append(
+                [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+            )
         text = json.dumps([asdict(question), stamps, __version__], sort_keys=True)
         self._head = {"format": _FORMAT, "version": 1, "digest": hashlib.sha256(text.encode()).hexdigest()}
         self._begun = False
         self._count = 0
-        if self.path.exists() and _first(self.path).get("format") != _FORMAT:
+        if self.path.exists() and _read_first_line(self.path).get("format") != _FORMAT:
             raise OutputError(
                 "this file is in the way: answers are kept there while the sweep goes on",
                 slug="file-exists",
@@ -266,18 +275,18 @@ class _KeptPoints:
 
     def read(self, points: list[SweepPoint]) -> dict[int, SweepRow]:
         """Answers by the number of their point; of the same question alone."""
-        if not self.path.exists() or _first(self.path) != self._head:
+        if not self.path.exists() or _read_first_line(self.path) != self._head:
             return {}
         numbers = {json.dumps(point, sort_keys=True): number for number, point in enumerate(points)}
         answers = {}
-        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]  # the last line may have been cut off
-        for line in whole.splitlines()[1:]:
+        complete_text = self.path.read_text(encoding="utf-8").rpartition("\n")[0]  # the last line may have been cut off
+        for line in complete_text.splitlines()[1:]:
             point, row = json.loads(line)
             number = numbers.get(json.dumps(point, sort_keys=True))
             if number is not None:
                 answers[number] = row
         self._begun, self._count = True, len(answers)
-        self.path.write_text(whole + "\n", encoding="utf-8")
+        self.path.write_text(complete_text + "\n", encoding="utf-8")
         return answers
 
     def add(self, point: SweepPoint, row: SweepRow) -> None:
@@ -296,7 +305,7 @@ class _KeptPoints:
         os.write(2, text.encode())
 
 
-def _first(path: Path) -> dict[str, Any]:
+def _read_first_line(path: Path) -> dict[str, Any]:
     """The first line of the file; nothing where it is none of ours."""
     try:
         with path.open(encoding="utf-8") as handle:
@@ -326,29 +335,39 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     types.add_inputs(parser, "recorded run, directory or files of traces, a .graph, or a directory of .et files")
-    where = parser.add_argument_group("on which machine")
-    where.add_argument("--machine", metavar="FILE|PRESET", help="a machine.toml, or the name of a preset, as dgx-h100")
-    where.add_argument(
+    machine_group = parser.add_argument_group("on which machine")
+    machine_group.add_argument(
+        "--machine", metavar="FILE|PRESET", help="a machine.toml, or the name of a preset, as dgx-h100"
+    )
+    machine_group.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
         help="change the machine, as network.0.bandwidth=100 (may be repeated)",
     )  # fmt: skip
-    where.add_argument(
+    machine_group.add_argument(
         "--device", metavar="NAME",
         help="what computes, as `H100 SXM` or bf16=989e12,memory=3.35e12 (default: that of the machine)",
     )  # fmt: skip
-    where.add_argument(
-        "--host-factor", type=types.positive, default=1.0, metavar="F", help="host work takes so many times as long"
+    machine_group.add_argument(
+        "--host-factor",
+        type=types.parse_positive,
+        default=1.0,
+        metavar="F",
+        help="host work takes so many times as long",
     )
-    where.add_argument(
+    machine_group.add_argument(
         "--recorded-device", metavar="NAME",
         help="what computed in the recording, where the traces do not name a device with known peaks",
     )  # fmt: skip
     add_scaling_options(parser)
     add_sweep_options(parser)
-    what = parser.add_argument_group("what is simulated")
-    what.add_argument("--step", type=types.whole, metavar="N", help="one step (default: the whole window)")
-    what.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
-    what.add_argument("--groups", type=Path, metavar="FILE", help="which ranks are in which group, of .et files")
+    content_group = parser.add_argument_group("what is simulated")
+    content_group.add_argument(
+        "--step", type=types.parse_whole_number, metavar="N", help="one step (default: the whole window)"
+    )
+    content_group.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
+    content_group.add_argument(
+        "--groups", type=Path, metavar="FILE", help="which ranks are in which group, of .et files"
+    )
     peer = parser.add_argument_group("ASTRA-sim")
     peer.add_argument(
         "--mode", choices=("native", "astra-sim"), default="native",
@@ -367,7 +386,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="carry out a kind as the files PREFIX.RANK.et say, as all_reduce=custom/ring (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    outputs.add_output(
+    outputs.add_output_options(
         parser,
         ".json, .html with the timeline before and after, or the timeline as .perfetto.json.gz; .csv or .parquet for "
         "the table of that name (ranks, nodes, collectives, links, path, became_critical); DIR/ for all tables, with "
@@ -386,27 +405,29 @@ def run(args: argparse.Namespace) -> int:
         return run_scaling(args)
     from traceloom.report import simulation as report
     from traceloom.report.simulation import SIMULATION
-    from traceloom.report.views.files import OURS
+    from traceloom.report.views.files import TABLE_FILE_PATTERN
 
-    chosen = outputs.targets(args, {ending: ending for ending in SIMULATION.endings}, (_DIRECTORY, OURS))
-    writers = {path: SIMULATION.writer(path, form) for path, form in chosen if form != _DIRECTORY}
+    targets = outputs.resolve_output_files(
+        args, {ending: ending for ending in SIMULATION.endings}, (_DIRECTORY, TABLE_FILE_PATTERN)
+    )
+    writers = {path: SIMULATION.writer(path, extension) for path, extension in targets if extension != _DIRECTORY}
     written = []
-    with Progress(shown=not args.quiet) as progress:
-        answer = _as_astra_sim(args, progress) if args.mode == "astra-sim" else _native(args, progress)
-        for path, form in chosen:
-            if form == _DIRECTORY:
+    with Progress(enabled=not args.quiet) as progress:
+        answer = _run_astra_sim(args, progress) if args.mode == "astra-sim" else _run_native(args, progress)
+        for path, extension in targets:
+            if extension == _DIRECTORY:
                 written.append((path, SIMULATION.write_directory(answer, path, force=args.force)))
             else:
-                written += outputs.write(args, [(path, writers[path])], answer, progress)
+                written += outputs.write_output_files(args, [(path, writers[path])], answer, progress)
     if args.json:
         report.write_json(answer, sys.stdout.buffer)
-    elif outputs.is_printed(args):
+    elif outputs.should_print_document(args):
         from traceloom.report import simulation
         from traceloom.report.views import terminal
 
-        terminal.put(partial(simulation.render_simulation, report.build_simulation(answer)), sys.stdout)
+        terminal.print_lines(partial(simulation.render_simulation, report.build_simulation(answer)), sys.stdout)
     page = "simulation.json" if args.mode == "astra-sim" else "simulation.html"
-    outputs.print_outcome(args, written, outputs.repeat_command(args, page))
+    outputs.print_outcome(args, written, outputs.format_repeat_command(args, page))
     return 0
 
 
@@ -418,10 +439,12 @@ def _check(args: argparse.Namespace) -> None:
     """
     wrong = hint = ""
     if args.mode == "astra-sim":
-        others = {"--machine": args.machine, "--set": args.overrides, "--device": args.device, "--step": args.step,
+        options_of_others = {"--machine": args.machine, "--set": args.overrides, "--device": args.device, "--step": args.step,
                   "--only": args.only, "--recorded-device": args.recorded_device, "--ranks": args.ranks,
                   "--data-parallel": args.data_parallel, "--sweep": args.sweep}  # fmt: skip
-        not_its = [option for option, value in others.items() if value] + ["--host-factor"] * (args.host_factor != 1)
+        not_its = [option for option, value in options_of_others.items() if value] + ["--host-factor"] * (
+            args.host_factor != 1
+        )
         if not args.network or not args.system:
             wrong, hint = "--mode astra-sim needs --network and --system", "give ASTRA-sim's own files"
         elif not_its:
@@ -443,15 +466,15 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(wrong, slug="wrong-usage", hint=hint)
 
 
-def _native(args: argparse.Namespace, progress: Progress) -> Simulation:
+def _run_native(args: argparse.Namespace, progress: Progress) -> Simulation:
     """By streams, threads and links."""
     from traceloom.workload.simulate import native
 
     machine: Machine | str | None = args.machine
     if args.network:
-        from traceloom.workload.simulate.astra_sim.config import machine_of, read_network, read_system
+        from traceloom.workload.simulate.astra_sim.config import build_machine, read_network, read_system
 
-        machine = machine_of(read_network(args.network), read_system(args.system) if args.system else None)
+        machine = build_machine(read_network(args.network), read_system(args.system) if args.system else None)
     return native.run(
         args.inputs,
         machine,
@@ -467,9 +490,9 @@ def _native(args: argparse.Namespace, progress: Progress) -> Simulation:
     )
 
 
-def _as_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
+def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
     """As ASTRA-sim does."""
-    from traceloom.formats.chakra.nodes import places, read_workload
+    from traceloom.formats.chakra.nodes import find_file_sets, read_workload
     from traceloom.workload.simulate.astra_sim.config import read_network, read_system
     from traceloom.workload.simulate.astra_sim.run import simulate
 
@@ -482,10 +505,10 @@ def _as_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
         algorithms[kind] = prefix
     network, system = read_network(args.network), read_system(args.system)
     progress.say("reading")
-    sets = places(args.inputs, args.groups)
+    sets = find_file_sets(args.inputs, args.groups)
     if len(sets) > 1:
         names = ", ".join(file_set.name for file_set in sets[:4])
         raise UsageError(f"`{args.inputs[0]}` holds {len(sets)} sets: {names}", slug="several-sets", hint="name one")
     workload = read_workload(sets[0])
     progress.say("simulating")
-    return simulate(workload, network, system, aware=args.congestion == "aware", algorithms=algorithms)
+    return simulate(workload, network, system, congestion_aware=args.congestion == "aware", algorithms=algorithms)

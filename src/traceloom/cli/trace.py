@@ -43,22 +43,24 @@ examples:
   traceloom trace --list                                 requests and how far they are
   traceloom trace --cancel 3f0a9c1be77d
 """
-_LOOK_S = 0.25
-_AWAY_S = 60.0  # that an agent may take to be started again
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}")
+_POLL_S = 0.25
+_MAX_AWAY_S = 60.0  # that an agent may take to be started again
+_REQUEST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     targets = parser.add_argument_group("of what")
-    targets.add_argument("--pid", type=types.pids, metavar="PIDS", help="processes; a launcher's chooses its children")
+    targets.add_argument(
+        "--pid", type=types.parse_pids, metavar="PIDS", help="processes; a launcher's chooses its children"
+    )
     targets.add_argument("--job", metavar="JOB", help="a job, as `traceloom agent ps` shows it")
-    targets.add_argument("--rank", type=types.ranks, metavar="RANKS", help="of these ranks alone")
+    targets.add_argument("--rank", type=types.parse_ranks, metavar="RANKS", help="of these ranks alone")
     targets.add_argument("--host", metavar="HOST", help="all that can be traced on this host, by its name")
     window = parser.add_argument_group("what")
-    window.add_argument("--steps", type=types.count, metavar="N", help="so many steps; quicker than a duration")
-    window.add_argument("--duration", type=types.duration, metavar="T", help="so long, as 500ms or 2s")
+    window.add_argument("--steps", type=types.parse_count, metavar="N", help="so many steps; quicker than a duration")
+    window.add_argument("--duration", type=types.parse_duration, metavar="T", help="so long, as 500ms or 2s")
     window.add_argument("--at", metavar="TIME", help="begin then, as +30s or 2026-01-31T12:00 (default: at once)")
     window.add_argument(
         "--profilers", default="timeline", metavar="NAMES",
@@ -106,10 +108,12 @@ def run(args: argparse.Namespace) -> int:
     if args.server:
         from traceloom.cli import fleet
 
-        return run_fleet_trace(args, fleet.client_of(args), {} if args.list or args.cancel else _wanted(args))
-    from traceloom.cli.agent import client_of
+        return run_fleet_trace(
+            args, fleet.create_client(args), {} if args.list or args.cancel else _build_request(args)
+        )
+    from traceloom.cli.agent import create_client
 
-    client = client_of(args)
+    client = create_client(args)
     if args.list:
         requests = client.get("requests")["requests"]
         if args.json:
@@ -117,18 +121,18 @@ def run(args: argparse.Namespace) -> int:
             return 0
         from traceloom.report.views import terminal
 
-        terminal.put(lambda _: _listed(requests), sys.stdout)
+        terminal.print_lines(lambda _: _render_requests(requests), sys.stdout)
         return 0
     if args.cancel:
-        if not _NAME.fullmatch(args.cancel):
+        if not _REQUEST_NAME.fullmatch(args.cancel):
             raise UsageError(f"`{args.cancel}` is no request", slug="wrong-usage", hint="traceloom trace --list")
         answer = client.delete(f"requests/{args.cancel}")
         print(json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled.")
         return 0
-    return _trace(args, client)
+    return _run_agent_trace(args, client)
 
 
-def _wanted(args: argparse.Namespace) -> dict[str, Any]:
+def _build_request(args: argparse.Namespace) -> dict[str, Any]:
     """What is asked for, as the body of a request."""
     if (args.steps is None) == (args.duration is None):
         raise UsageError(
@@ -138,17 +142,17 @@ def _wanted(args: argparse.Namespace) -> dict[str, Any]:
         )
     if not (args.pid or args.job or args.rank or args.host):
         raise UsageError("of what: --pid, --job, --rank or --host?", slug="wrong-usage", hint="traceloom agent ps")
-    wanted: dict[str, Any] = {
+    body: dict[str, Any] = {
         "pids": args.pid or (), "job": args.job or "", "ranks": args.rank or (), "host": args.host or "",
         "profilers": args.profilers.split(","), "shapes": args.shapes, "stacks": args.stacks,
-        "at_ns": _instant(args.at) if args.at else 0, "attach": args.attach,
+        "at_ns": _parse_time(args.at) if args.at else 0, "attach": args.attach,
     }  # fmt: skip
-    wanted |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
-    return wanted
+    body |= {"steps": args.steps} if args.steps is not None else {"duration_s": args.duration}
+    return body
 
 
-def _trace(args: argparse.Namespace, client: AgentClient) -> int:
-    wanted = _wanted(args)
+def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
+    body = _build_request(args)
     if args.output is None:
         raise UsageError("where is it to go?", slug="wrong-usage", hint="-o DIR")
     output = Path(args.output)
@@ -156,33 +160,35 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
         raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
     if not output.parent.is_dir():
         raise OutputError("there is no such directory", slug="cannot-write", where=str(output.parent))
-    request = client.post("requests", wanted)
+    request = client.post("requests", body)
     try:
-        request = _watched(args, client, request)
+        request = _follow_progress(args, client, request)
     except KeyboardInterrupt:
         client.delete(f"requests/{request['id']}")
         raise
-    kept = [target for target in request["targets"] if target["state"] == "kept"]
+    kept_targets = [target for target in request["targets"] if target["state"] == "kept"]
     if args.json:
         print(json.dumps(request, indent=2))
     lost = [target for target in request["targets"] if target["state"] != "kept"]
     reasons = "; ".join(dict.fromkeys(f"{target['stem']}: {target['detail']} ({target['reason']})" for target in lost))
-    if not kept:
+    if not kept_targets:
         raise CaptureError(f"nothing was traced: {reasons}", slug="nothing-traced")
     download(
         output, request["files"], lambda name, path: client.fetch(f"requests/{request['id']}/files/{name}", path),
         hint=f"the agent keeps it: traceloom trace --list shows request {request['id']}",
     )  # fmt: skip
     if not args.quiet and not args.json:
-        print(f"{output}: {sum(target['bytes'] or 0 for target in kept):,} bytes of {len(kept)} profiles")
-        for target in kept:
+        print(
+            f"{output}: {sum(target['bytes'] or 0 for target in kept_targets):,} bytes of {len(kept_targets)} profiles"
+        )
+        for target in kept_targets:
             if target["pause_ns"] is not None:  # what it cost the process to be attached to
                 line = f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms"
                 if target["held_ns"]:
                     line += f", and {target['held_ns'] / 1e6:.1f} ms to begin, to end and to write"
                 print(line)
-        snapshots = [output / target["file"] for target in kept if target["profiler"] == "memory"]
-        if any(target["profiler"] == "timeline" for target in kept) or not snapshots:
+        snapshots = [output / target["file"] for target in kept_targets if target["profiler"] == "memory"]
+        if any(target["profiler"] == "timeline" for target in kept_targets) or not snapshots:
             print(f"Look: traceloom report {shlex.quote(args.output)}")
         if snapshots:
             print(f"Look: traceloom memory {shlex.join(map(str, snapshots))}")
@@ -191,26 +197,26 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
     return 0
 
 
-def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, Any]) -> dict[str, Any]:
+def _follow_progress(args: argparse.Namespace, client: AgentClient, request: dict[str, Any]) -> dict[str, Any]:
     """Follow a request to its end; each change of a target is a line."""
     from traceloom.system.sanitize import sanitize
 
-    shown: dict[tuple[str, str], tuple[str, str]] = {}
+    reported: dict[tuple[str, str], tuple[str, str]] = {}
     began = time.monotonic()
     while True:
         for target in request["targets"]:
             key, now = (target["stem"], target["profiler"]), (target["state"], target["reason"])
-            if shown.get(key) != now and not args.quiet:
-                shown[key] = now
-                line = f"{time.monotonic() - began:6.1f} s  {_state(target)}"
+            if reported.get(key) != now and not args.quiet:
+                reported[key] = now
+                line = f"{time.monotonic() - began:6.1f} s  {_format_target(target)}"
                 print(sanitize(line), file=sys.stderr, flush=True)
         if request["done"]:
             return request
-        time.sleep(_LOOK_S)
-        request = _now(args, client, request["id"])
+        time.sleep(_POLL_S)
+        request = _poll_request(args, client, request["id"])
 
 
-def _now(args: argparse.Namespace, client: AgentClient, request: str) -> dict[str, Any]:
+def _poll_request(args: argparse.Namespace, client: AgentClient, request: str) -> dict[str, Any]:
     """How far a request is; an agent that is started again goes on with it, so that is waited for."""
     away_until: float | None = None
     while True:
@@ -220,15 +226,15 @@ def _now(args: argparse.Namespace, client: AgentClient, request: str) -> dict[st
             if error.slug != "no-agent" or (away_until is not None and time.monotonic() > away_until):
                 raise
             if away_until is None:
-                away_until = time.monotonic() + _AWAY_S
+                away_until = time.monotonic() + _MAX_AWAY_S
                 if not args.quiet:
                     print(f"The agent is away; request {request} goes on when it is back.", file=sys.stderr, flush=True)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         else:
             return answer
 
 
-def _state(target: dict[str, Any]) -> str:
+def _format_target(target: dict[str, Any]) -> str:
     """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains the slug."""
     reason = f"  {target['detail']} ({target['reason']})" if target["reason"] else ""
     return f"{target['stem']:<10} {target['profiler']:<11} {target['state']:<9}{reason}".rstrip()
@@ -241,18 +247,18 @@ def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], 
         OutputError: `cannot-write`; `unsafe-name`: a file of the answer would lie elsewhere. Nothing is written then.
     """
     for name in names:
-        if not _FILE.fullmatch(name):  # nothing of an answer leaves the directory
+        if not _FILE_NAME.fullmatch(name):  # nothing of an answer leaves the directory
             raise OutputError(f"a file of the capture is called {name[:80]!r}", slug="unsafe-name")
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        directory = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
             for name in names:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                fetch(name, folder / name)
-            folder.chmod(0o755)
-            folder.rename(output)
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                fetch(name, directory / name)
+            directory.chmod(0o755)
+            directory.rename(output)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             raise
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -261,11 +267,11 @@ def download(output: Path, names: Collection[str], fetch: Callable[[str, Path], 
         ) from error
 
 
-def _instant(text: str) -> int:
+def _parse_time(text: str) -> int:
     """`+30s` from now, or a date and time (of this zone where it says none); in ns since the epoch."""
     if text.startswith("+"):
         try:
-            return time.time_ns() + round(types.duration(text[1:]) * 1e9)
+            return time.time_ns() + round(types.parse_duration(text[1:]) * 1e9)
         except argparse.ArgumentTypeError:
             raise UsageError(f"`{text}` is no time, as +30s", slug="bad-time") from None
     try:
@@ -274,20 +280,20 @@ def _instant(text: str) -> int:
         raise UsageError(f"`{text}` is no time, as +30s or 2026-01-31T12:00", slug="bad-time") from None
 
 
-def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
+def _render_requests(requests: list[dict[str, Any]]) -> Iterator[Text]:
     from rich.text import Text
 
     from traceloom.system.sanitize import sanitize
 
     for request in requests:
-        wanted = request["wanted"]
-        window = f"{wanted['steps']} steps" if wanted["steps"] is not None else f"{wanted['duration_s']:g} s"
+        spec = request["wanted"]
+        window = f"{spec['steps']} steps" if spec["steps"] is not None else f"{spec['duration_s']:g} s"
         when = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         yield Text(f"{request['id']}  {when}  {window}, by {request['who']}", "bold")
         if request["trigger"] is not None:
             yield Text(sanitize(f"  as {request['trigger']['what']}"))
         for target in request["targets"]:
-            yield Text(f"  {_state(target)}")
+            yield Text(f"  {_format_target(target)}")
     if not requests:
         yield Text("No requests.", "dim")
 
@@ -296,7 +302,7 @@ _FLEET_POLL_S = 0.5
 _FLEET_GIVE_UP_S = 120.0  # that a service may take to be started again
 
 
-def run_fleet_trace(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -> int:
+def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[str, Any]) -> int:
     """Ask, follow it to its end, and fetch the capture where `--output` says so; returns the exit code.
 
     Raises:
@@ -305,7 +311,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, wanted: dict[
         PartialError: `partly-traced`: some of it is missing.
         OutputError: `file-exists`, `cannot-write`.
     """
-    from traceloom.cli.fleet import follow_up
+    from traceloom.cli.fleet import insert_server_options
 
     if args.list:
         return _list(args, client)
@@ -319,7 +325,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, wanted: dict[
     if output is not None and (output.exists() or output.is_symlink()):
         raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
     start = "step" if args.by_step else "instant"
-    request = client.post("requests", {"wanted": wanted, "choose": args.choose or "", "start": start})
+    request = client.post("requests", {"wanted": spec, "choose": args.choose or "", "start": start})
     try:
         request = _watch_fleet_trace(args, client, request)
     except KeyboardInterrupt:
@@ -344,7 +350,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, wanted: dict[
         download(output, client.get(route)["files"], fetch)
     if not args.quiet and not args.json:
         print(f"Capture {request['capture']} is in the fleet's store, analysed.")
-        print(follow_up(args, f"Look: traceloom fleet report {request['capture']} -o report.html"))
+        print(insert_server_options(args, f"Look: traceloom fleet report {request['capture']} -o report.html"))
         if output is not None:
             print(f"Look: traceloom report {shlex.quote(args.output)}")
     if request["state"] == "partial":
@@ -354,7 +360,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, wanted: dict[
 
 def _watch_fleet_trace(args: argparse.Namespace, client: FleetClient, request: dict[str, Any]) -> dict[str, Any]:
     """Follow a request to its end; each change of it or of a host is a line."""
-    shown: dict[str, str] = {}
+    reported: dict[str, str] = {}
     began, away_until = time.monotonic(), 0.0
     while True:
         lines = {"": request["state"]}
@@ -362,10 +368,10 @@ def _watch_fleet_trace(args: argparse.Namespace, client: FleetClient, request: d
             detail = f"  {host['detail']} ({host['reason']})" if host["detail"] else ""
             lines[host["host"]] = f"{host['state']}{detail}"
         for name, line in lines.items():
-            if shown.get(name) != line and not args.quiet:
+            if reported.get(name) != line and not args.quiet:
                 text = f"{time.monotonic() - began:6.1f} s  {name or 'request':<16} {line}"
                 print(sanitize(text), file=sys.stderr, flush=True)
-        shown = lines
+        reported = lines
         if request["state"] in {"done", "partial", "failed", "cancelled"}:
             return request
         time.sleep(_FLEET_POLL_S)
@@ -384,10 +390,12 @@ def _list(args: argparse.Namespace, client: FleetClient) -> int:
         print(json.dumps(requests, indent=2))
         return 0
     for request in requests:
-        asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        requested_at = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         job = request["wanted"]["job"]
         print(
-            sanitize(f"{request['id']}  {asked}  {job}, by {request['who']}: {request['state']}  {request['capture']}")
+            sanitize(
+                f"{request['id']}  {requested_at}  {job}, by {request['who']}: {request['state']}  {request['capture']}"
+            )
         )
     if not requests:
         print("No requests.")

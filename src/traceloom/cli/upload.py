@@ -18,17 +18,17 @@ from platformdirs import user_config_path
 from traceloom.cli import options as types
 from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, unreadable
-from traceloom.server.client import answer_of
-from traceloom.system.files import open_regular, sha256_of
+from traceloom.server.client import decode_answer
+from traceloom.system.files import compute_sha256, open_regular
 from traceloom.system.service_address import ServiceAddress
 
-SERVER = "http://127.0.0.1:9466"
+DEFAULT_SERVER = "http://127.0.0.1:9466"
 TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
-_READ = 1 << 20
-_UNSAFE = re.compile(r"[^A-Za-z0-9._@+=-]")
+_CHUNK_BYTES = 1 << 20
+_UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._@+=-]")
 
 
-def token_path() -> Path:
+def get_token_path() -> Path:
     """Where a service of this user leaves the token for this user's commands."""
     return user_config_path("traceloom") / "fleet-token"
 
@@ -46,13 +46,13 @@ class FleetClient:
     """
 
     def __init__(self, url: str = "", token: str = "", timeout_s: float = 60.0) -> None:
-        self.url = (url or os.environ.get(SERVER_VARIABLE) or SERVER).rstrip("/")
+        self.url = (url or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER).rstrip("/")
         self.timeout_s = timeout_s
         ServiceAddress.of(self.url)  # every question carries a token
         self._token = token or os.environ.get(TOKEN_VARIABLE, "")
-        if not self._token and self.url.startswith(SERVER.rpartition(":")[0]):  # it is of no use elsewhere
+        if not self._token and self.url.startswith(DEFAULT_SERVER.rpartition(":")[0]):  # it is of no use elsewhere
             try:
-                self._token = token_path().read_text(encoding="ascii", errors="replace").strip()
+                self._token = get_token_path().read_text(encoding="ascii", errors="replace").strip()
             except OSError:  # the service says that a token is needed
                 self._token = ""
 
@@ -110,7 +110,7 @@ class FleetClient:
         if body is not None and not isinstance(body, bytes):
             headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
         status, text = self._exchange(method, f"{self.url}/api/v1/{quote(route)}{query}", body, headers, to)
-        return answer_of(status, text, self.url, "service") if status >= 400 or to is None else None
+        return decode_answer(status, text, self.url, "service") if status >= 400 or to is None else None
 
     def _exchange(
         self, method: str, url: str, body: bytes | BinaryIO | None, headers: Mapping[str, str],
@@ -121,16 +121,16 @@ class FleetClient:
         tls = parts.scheme == "https"
         address = ServiceAddress(parts.hostname, parts.port or (443 if tls else 80), "", tls)
         connection = address.connection(self.timeout_s)
-        connection.blocksize = _READ
-        where = parts._replace(query="").geturl()  # of a signed address the query is a secret
+        connection.blocksize = _CHUNK_BYTES
+        display_url = parts._replace(query="").geturl()  # of a signed address the query is a secret
         is_writing = False  # a full disk of this side is no fault of the service's
         try:
             connection.request(method, f"{parts.path}{'?' if parts.query else ''}{parts.query}", body, dict(headers))
             response = connection.getresponse()
             if to is not None and response.status < 400:
-                while piece := response.read(_READ):
+                while chunk := response.read(_CHUNK_BYTES):
                     is_writing = True
-                    to.write(piece)
+                    to.write(chunk)
                     is_writing = False
                 if response.length:  # reading by pieces does not say that the end is missing
                     raise http.client.IncompleteRead(b"", response.length)
@@ -141,14 +141,14 @@ class FleetClient:
                 raise
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InputError(
-                f"the service does not answer: {reason.lower()}", slug="no-service", where=where,
+                f"the service does not answer: {reason.lower()}", slug="no-service", where=display_url,
                 hint="`traceloom serve` starts one; --server names its address",
             ) from error  # fmt: skip
         finally:
             connection.close()
 
 
-def files_of(capture: Path) -> dict[str, Path]:
+def collect_files(capture: Path) -> dict[str, Path]:
     """The files that belong to a capture, by the names that they get in the store: a file, or a folder's files.
 
     Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within folders stay behind.
@@ -158,24 +158,29 @@ def files_of(capture: Path) -> dict[str, Path]:
     """
     try:
         if not capture.is_dir():
-            return {_name(capture.name): capture}
+            return {_clean_name(capture.name): capture}
         paths = [*capture.iterdir()]
-        inside = [path for folder in paths if _counts(folder) and folder.is_dir() for path in folder.iterdir()]
-        files = [path for path in (*paths, *inside) if _counts(path) and path.is_file()]
+        nested = [
+            path
+            for directory in paths
+            if _is_uploaded(directory) and directory.is_dir()
+            for path in directory.iterdir()
+        ]
+        files = [path for path in (*paths, *nested) if _is_uploaded(path) and path.is_file()]
     except OSError as error:
         raise unreadable(capture, error) from error
     if not files:
         raise InputError("there are no files to upload", slug="no-inputs", where=str(capture))
-    named: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for path in sorted(files):
-        name = "/".join(_name(part) for part in path.relative_to(capture).parts)
-        if name in named:
+        name = "/".join(_clean_name(part) for part in path.relative_to(capture).parts)
+        if name in by_name:
             raise InputError(
-                f"`{named[name].relative_to(capture)}` and `{path.relative_to(capture)}` would both be `{name}`",
+                f"`{by_name[name].relative_to(capture)}` and `{path.relative_to(capture)}` would both be `{name}`",
                 slug="unsafe-name", where=str(capture), hint="rename one of them",
             )  # fmt: skip
-        named[name] = path
-    return named
+        by_name[name] = path
+    return by_name
 
 
 def upload(
@@ -192,11 +197,11 @@ def upload(
     Raises:
         InputError: As of `FleetClient.get` and `files_of`.
     """
-    files, announced, sizes = files_of(capture), [], {}
+    files, announced, sizes = collect_files(capture), [], {}
     for name, path in files.items():
         try:
             with open_regular(path) as file:
-                sha256, sizes[name] = sha256_of(file), file.tell()
+                sha256, sizes[name] = compute_sha256(file), file.tell()
         except OSError as error:
             raise unreadable(path, error) from error
         announced.append({"name": name, "size": sizes[name], "sha256": sha256})
@@ -209,12 +214,12 @@ def upload(
     return client.post(f"captures/{answer['id']}/complete")
 
 
-def _counts(path: Path) -> bool:
+def _is_uploaded(path: Path) -> bool:
     return not path.name.startswith(".") and not path.is_symlink()
 
 
-def _name(text: str) -> str:
-    name = _UNSAFE.sub("_", text)[-190:]
+def _clean_name(text: str) -> str:
+    name = _UNSAFE_CHARACTERS.sub("_", text)[-190:]
     return name if name[:1].isalnum() or name.startswith("_") else f"_{name}"
 
 
@@ -229,7 +234,7 @@ examples:
   traceloom upload trace.json.gz --server https://fleet.example.org
 then: traceloom fleet captures
 """
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -256,31 +261,31 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Send them; returns the exit code."""
-    from traceloom.cli.fleet import client_of, follow_up
+    from traceloom.cli.fleet import create_client, insert_server_options
 
-    client = client_of(args)
+    client = create_client(args)
     answers = []
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(enabled=not args.quiet) as progress:
         for name in args.captures:
 
-            def tell(sent: int, whole: int, name: str = name) -> None:
-                progress.say(f"{name}: {sent * 100 // max(whole, 1)} %")
+            def tell(sent: int, total: int, name: str = name) -> None:
+                progress.say(f"{name}: {sent * 100 // max(total, 1)} %")
 
             answers += [upload(client, Path(name), args.job, tell)]
-        for at, answer in enumerate(answers):
+        for index, answer in enumerate(answers):
             while args.wait and answer["state"] in {"received", "checked", "analysed"}:
-                progress.say(f"{args.captures[at]}: {answer['state']}")
-                time.sleep(_LOOK_S)
+                progress.say(f"{args.captures[index]}: {answer['state']}")
+                time.sleep(_POLL_S)
                 answer = client.get(f"captures/{answer['id']}")  # noqa: PLW2901  (the same, later)
-            answers[at] = answer
+            answers[index] = answer
     if args.json:
         print(json.dumps(answers, indent=2))
     elif not args.quiet:
         for name, answer in zip(args.captures, answers, strict=True):
             print(f"{name} is {answer['id']}: {answer['state']}")
         done = [answer["id"] for answer in answers if answer["state"] == "committed"]
-        look = f"report {done[0]} -o report.html" if done else "captures"
-        print(follow_up(args, f"Look: traceloom fleet {look}"))
+        next_action = f"report {done[0]} -o report.html" if done else "captures"
+        print(insert_server_options(args, f"Look: traceloom fleet {next_action}"))
     refused = [answer for answer in answers if answer["state"] == "quarantined"]
     if refused:
         raise InputError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from traceloom.workload.chakra.validation_rules import Problem, ValidationResult
 
 _TARGETS = ("chakra", "astra-sim")
-_SIGN = {"error": "✖", "warning": "▲"}
+_SEVERITY_SIGNS = {"error": "✖", "warning": "▲"}
 DESCRIPTION = "Say everything that is wrong with a set of Chakra files (.et, .et.gz), and what to do about it."
 EXAMPLES = """\
 examples:
@@ -47,44 +47,44 @@ def run(args: argparse.Namespace) -> int:
     """Validate; exit code 5 where something is wrong."""
     from traceloom.workload.chakra.validate import validate
 
-    with Progress(shown=not args.quiet) as progress:
+    with Progress(enabled=not args.quiet) as progress:
         verdict = validate(
             *args.inputs, target=args.target, groups=args.groups, step=lambda path: progress.say(f"reading {path}")
         )
     if args.json:
         import msgspec
 
-        from traceloom.system.text import json_line
+        from traceloom.system.text import encode_json
 
-        sys.stdout.buffer.write(msgspec.json.format(json_line(verdict.to_dict()), indent=1) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(encode_json(verdict.to_dict()), indent=1) + b"\n")
     else:
         letters: dict[int, str] = {}
         if not (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
-            from traceloom.report.views.terminal_table import ASCII as letters  # noqa: N811  (those that it knows)
-        for line in _lines(verdict, quiet=args.quiet):
+            from traceloom.report.views.terminal_table import ASCII_FALLBACKS as letters  # noqa: N811  (those that it knows)
+        for line in _render_problems(verdict, quiet=args.quiet):
             print(restore_addresses(line).translate(letters))
     broken = verdict.errors + (verdict.warnings if args.strict else 0)
     if broken:
         raise CheckError(
-            f"{_summary(verdict)}: not fit for {args.target}",
+            f"{_summarise_problems(verdict)}: not fit for {args.target}",
             slug="invalid-workload",
             hint="each problem above has its remedy" if not args.json else "each problem has its remedy",
         )
     return 0
 
 
-def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
+def _render_problems(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     # What breaks one rule, equally badly, in all files is said once.
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in verdict.problems:
         alike.setdefault((problem.rule, problem.severity), []).append(problem)
     for problems in alike.values():
-        first, others = problems[0], len(problems) - 1
-        of_rank = f", rank {first.rank}" if first.rank is not None else ""
+        first, other_files = problems[0], len(problems) - 1
+        rank_note = f", rank {first.rank}" if first.rank is not None else ""
         count = sum(problem.count for problem in problems)
         times = f" ({count:,} times)" if count > 1 else ""
-        also = f", and in {units.count_of(others, 'more file')}" if others else ""
-        yield sanitize(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
+        also = f", and in {units.format_quantity(other_files, 'more file')}" if other_files else ""
+        yield sanitize(f"{_SEVERITY_SIGNS[first.severity]} {first.rule}{times}  {first.path}{rank_note}{also}")
         for example in first.examples:
             yield sanitize(f"    {example.message}")
         if count > len(first.examples):
@@ -94,19 +94,19 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     if quiet and not verdict.problems:
         return
     files, nodes = len(verdict.files), sum(count for _, _, count in verdict.files)
-    yield f"{units.count_of(files, 'file')}, {units.count_of(nodes, 'node')}, for {verdict.target}: {_summary(verdict)}"
+    yield f"{units.format_quantity(files, 'file')}, {units.format_quantity(nodes, 'node')}, for {verdict.target}: {_summarise_problems(verdict)}"
     if not verdict.errors and verdict.files:
         file = Path(verdict.files[0][0])
         yield f"Next: traceloom show {shlex.quote(str(file.parent if files > 1 else file))}"
 
 
-def _summary(verdict: ValidationResult) -> str:
+def _summarise_problems(verdict: ValidationResult) -> str:
     if not verdict.problems:
         return "nothing is wrong"
     wrong, checked = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}
     files = len(verdict.files)
-    places = [f"{len(wrong & checked)} of {units.count_of(files, 'file')}"] if wrong & checked else []
-    places += ["the group file"] if wrong - checked else []
+    locations = [f"{len(wrong & checked)} of {units.format_quantity(files, 'file')}"] if wrong & checked else []
+    locations += ["the group file"] if wrong - checked else []
     numbers = {"error": verdict.errors, "warning": verdict.warnings}
-    counts = [units.count_of(number, what) for what, number in numbers.items() if number]
-    return f"{' and '.join(counts)} in {' and '.join(places)}"
+    counts = [units.format_quantity(number, severity) for severity, number in numbers.items() if number]
+    return f"{' and '.join(counts)} in {' and '.join(locations)}"

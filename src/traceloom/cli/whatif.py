@@ -37,9 +37,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="changes", action="append", required=True, metavar="CHANGE", help="a change; several add up"
     )
-    parser.add_argument("--step", type=types.whole, metavar="N", help="of one step (default: of the whole window)")
+    parser.add_argument(
+        "--step", type=types.parse_whole_number, metavar="N", help="of one step (default: of the whole window)"
+    )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    outputs.add_output(
+    outputs.add_output_options(
         parser,
         ".json, .md, .html with the timeline before and after, or the timeline after the change as .perfetto.json.gz",
     )
@@ -72,15 +74,15 @@ def run(args: argparse.Namespace) -> int:
 
     changes = [parse(text) for text in args.changes]
     formats = {
-        ".json": outputs.as_json,
-        ".md": outputs.lazy_renderer("traceloom.report.whatif:markdown"),
+        ".json": outputs.write_json,
+        ".md": outputs.make_lazy_writer("traceloom.report.whatif:render_markdown"),
         ".html": write_html,
         ".htm": write_html,
         ".perfetto.json": write_perfetto,
         ".perfetto.json.gz": write_perfetto_gz,
     }
-    chosen = outputs.targets(args, formats)
-    with Progress(shown=not args.quiet) as progress:
+    targets = outputs.resolve_output_files(args, formats)
+    with Progress(enabled=not args.quiet) as progress:
         progress.say("reading")
         session = load(*args.inputs, cache=not args.no_cache)
         progress.say("linking")
@@ -88,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
             graph = link_session(session, step=args.step)
             progress.say("evaluating")
             plan = Plan(graph)
-            kept = law(graph, plan)
-            answer = whatif(graph, changes, plan=plan, kept=kept, host_ratio=session.recording_ratio)
-        document = report.build(session.name, args.step, changes, answer, kept)
-        written = outputs.write(args, chosen, document, progress)
-    outputs.show(args, document, report.render)
-    outputs.print_outcome(args, written, outputs.repeat_command(args, "whatif.html"))
+            replay_law = law(graph, plan)
+            answer = whatif(graph, changes, plan=plan, kept=replay_law, host_ratio=session.recording_overhead_ratio)
+        document = report.build(session.name, args.step, changes, answer, replay_law)
+        written = outputs.write_output_files(args, targets, document, progress)
+    outputs.print_document(args, document, report.render)
+    outputs.print_outcome(args, written, outputs.format_repeat_command(args, "whatif.html"))
     return 0

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.bandwidth import link_of, with_sizes
-from traceloom.changes.changes import Change, Chosen
+from traceloom.analyze.bandwidth import add_sizes, find_device_link
+from traceloom.changes.changes import Change, NodeSelection
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import whatif_many
 from traceloom.findings.context import Context
@@ -19,16 +19,19 @@ from traceloom.graph import graph as gs
 from traceloom.system import units
 from traceloom.trace.notice import Abstention
 
-_SLOWER = 1.5  # times as long as in the other groups
-_FAR = 3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
-_LARGE = 4 * 2**20  # bytes, from which on the link decides and not what it takes to begin
-_KNOWN = 2  # transfers of a group that have to be seen
+_SLOW_FACTOR = 1.5  # times as long as in the other groups
+_SLOW_LINK_FACTOR = 3.0  # times as long as the link takes for it: less may be other traffic, or kernels beside it
+_MIN_LARGE_BYTES = 4 * 2**20  # bytes, from which on the link decides and not what it takes to begin
+_MIN_TRANSFERS = 2  # transfers of a group that have to be seen
 # What NCCL's own model of a ring of large messages takes beside the bytes: at the beginning, and per step over NVLink
 # (src/graph/tuning.cc: baseLat and hwLat of ring/simple). Of the line rate its protocol leaves four fifths, as its
 # maintainers say (nccl-tests, issue 212).
-_BEGIN_NS, _STEP_NS, _OF_THE_RATE = 8_400, 3_400, 0.8
-_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (members - 1)
-_SWITCHED = ("NVLink 4", "NVLink 5")  # all of a device's links lead to every other: older ones may lead to a few only
+_STARTUP_NS, _STEP_NS, _REACHED_RATE = 8_400, 3_400, 0.8
+_RING_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (members - 1)
+_SWITCHED_LINKS = (
+    "NVLink 4",
+    "NVLink 5",
+)  # all of a device's links lead to every other: older ones may lead to a few only
 
 
 class SlowTransfers(Struct, frozen=True):
@@ -55,16 +58,16 @@ class SlowTransfers(Struct, frozen=True):
     nodes: np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def slow_links(context: Context) -> list[SlowTransfers]:
+def find_slow_links(context: Context) -> list[SlowTransfers]:
     """Transfers that take too long, by kind and size, those that lose longest first."""
     # communication whose transfer is known
     edges = context.graph.edges
-    ends = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]
-    transfers = edges.filter(ends).select(node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns"))
+    is_transfer = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]
+    transfers = edges.filter(is_transfer).select(node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns"))
     transfers = transfers.filter(pl.col("transfer_ns") > 0)
-    calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_STEPS)))
-    sized = with_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
-    rows = sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _LARGE)
+    calls = context.graph.communication.join(transfers, on="node").filter(pl.col("kind").is_in(list(_RING_STEPS)))
+    sized = add_sizes(calls).with_columns(wire_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
+    rows = sized.drop_nulls(["ranks", "group_size", "wire_bytes"]).filter(pl.col("size_bytes") >= _MIN_LARGE_BYTES)
     if not rows.height:
         return []
     keys = ["kind", "size_bytes", "group_size"]
@@ -72,121 +75,125 @@ def slow_links(context: Context) -> list[SlowTransfers]:
         "node", pl.col("transfer_ns").median().alias("takes_ns"), pl.col("wire_bytes").first(), pl.len().alias("count")
     )
     candidates = []
-    for _, peers in groups.filter(pl.col("count") >= _KNOWN).group_by(keys, maintain_order=True):
+    for _, peers in groups.filter(pl.col("count") >= _MIN_TRANSFERS).group_by(keys, maintain_order=True):
         for certain in (True, False):
             targets = [
                 target
                 for row in peers.to_dicts()
-                if (target := _target(context, row, peers, certain=certain)) is not None
+                if (target := _compute_target(context, row, peers, certain=certain)) is not None
             ]
             if targets:
                 lost_ns = sum((target["takes_ns"] - target["should_ns"]) * target["count"] for target in targets)
-                candidates.append((_slow(context, targets, certain=certain), float(lost_ns)))
+                candidates.append((_build_slow_transfers(context, targets, certain=certain), float(lost_ns)))
                 break
     return [slow for slow, _ in sorted(candidates, key=lambda candidate: -candidate[1])]
 
 
-def _target(context: Context, row: dict[str, Any], peers: pl.DataFrame, *, certain: bool) -> dict[str, Any] | None:
+def _compute_target(
+    context: Context, row: dict[str, Any], peers: pl.DataFrame, *, certain: bool
+) -> dict[str, Any] | None:
     """The group with `should_ns` and `against`, where it takes far longer; None where not."""
     if certain:
-        others = [peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]]
-        should, against = float(np.median(others or [row["takes_ns"]])), "in the other groups of this run"
-        return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOWER * should else None
+        other_times = [peer["takes_ns"] for peer in peers.to_dicts() if peer["ranks"] != row["ranks"]]
+        should, against = float(np.median(other_times or [row["takes_ns"]])), "in the other groups of this run"
+        return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOW_FACTOR * should else None
     # the link between ranks that are known to be on one host, where it is known and switched
-    members = [context.trace_of(rank) for rank in row["ranks"]]
+    members = [context.find_trace(rank) for rank in row["ranks"]]
     hosts = {trace.meta.host if trace is not None else None for trace in members}
     if len(hosts) != 1 or None in hosts or len(context.traces) < 2:
         return None
     used = [trace.devices.filter(pl.col("used"))["name"] for trace in members if trace is not None]
     names = {name for device_names in used for name in device_names.to_list()}
-    links = {link_of(name) for name in names}
+    links = {find_device_link(name) for name in names}
     link = links.pop() if len(links) == 1 else None
-    if link is None or link.name not in _SWITCHED:
+    if link is None or link.name not in _SWITCHED_LINKS:
         return None
-    steps = _STEPS[row["kind"]] * (row["group_size"] - 1)
-    should = _BEGIN_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _OF_THE_RATE)
+    steps = _RING_STEPS[row["kind"]] * (row["group_size"] - 1)
+    should = _STARTUP_NS + steps * _STEP_NS + row["wire_bytes"] / (link.peak_gb_per_s * _REACHED_RATE)
     against = f"over {link.name} ({link.peak_gb_per_s:.0f} GB/s)"
-    return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _FAR * should else None
+    return {**row, "should_ns": should, "against": against} if row["takes_ns"] > _SLOW_LINK_FACTOR * should else None
 
 
-def _slow(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> SlowTransfers:
+def _build_slow_transfers(context: Context, targets: list[dict[str, Any]], *, certain: bool) -> SlowTransfers:
     """What is slow of one kind and size, with a change for each group."""
-    whole = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+    all_nodes = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     changes = []
     for target in targets:
-        mask = np.zeros(whole.size, dtype=np.bool_)
+        mask = np.zeros(all_nodes.size, dtype=np.bool_)
         mask[target["node"]] = True
-        whole |= mask
-        who = f"{target['kind']} of ranks {', '.join(map(str, target['ranks']))}"
-        changes.append(Change("scale", Chosen(who, mask, "collectives"), target["should_ns"] / target["takes_ns"]))
+        all_nodes |= mask
+        label = f"{target['kind']} of ranks {', '.join(map(str, target['ranks']))}"
+        changes.append(
+            Change("scale", NodeSelection(label, mask, "collectives"), target["should_ns"] / target["takes_ns"])
+        )
     times = float(np.median([target["takes_ns"] / target["should_ns"] for target in targets]))
     ranks = tuple(tuple(target["ranks"]) for target in targets)
     first = targets[0]
     return SlowTransfers(
-        first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), whole
+        first["kind"], first["size_bytes"], ranks, times, first["against"], certain, tuple(changes), all_nodes
     )
 
 
-def slow_link(context: Context) -> Iterator[Message]:
+def check_slow_links(context: Context) -> Iterator[Message]:
     """Transfers that take longer than elsewhere in the run, or than the link between the devices takes."""
     if context.rank_count < 2:
         yield Abstention("slow-link", "only one rank was recorded: what is transfer and what is waiting is not known")
         return
-    for slow in slow_links(context):
-        who = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
-        who += "; …" if len(slow.ranks) > 3 else ""
+    for slow in find_slow_links(context):
+        rank_list = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
+        rank_list += "; …" if len(slow.ranks) > 3 else ""
         yield Candidate(
-            title=f"{slow.kind} of {units.size(slow.size_bytes)} between ranks {who} takes {slow.times:.1f} × as long "
+            title=f"{slow.kind} of {units.format_size(slow.size_bytes)} between ranks {rank_list} takes {slow.times:.1f} × as long "
             f"as {slow.against}",
             changes=slow.changes,
             confidence=0.6 if slow.certain else 0.4,
             advice="Look at the link between these devices (nvidia-smi topo -m, nvidia-smi nvlink -s, errors and "
             "retries of the network), at which way NCCL takes (NCCL_DEBUG=INFO), and at what else uses it.",
-            evidence=context.evidence(slow.nodes & context.of_kind(*gs.COMMUNICATION)),
+            evidence=context.evidence(slow.nodes & context.select_kinds(*gs.COMMUNICATION)),
         )
 
 
-RULES = (FindingRule("slow-link", "a link slower than it should be", slow_link),)
+RULES = (FindingRule("slow-link", "a link slower than it should be", check_slow_links),)
 
-_SMALL_BYTES = 256 * 1024
-_MANY = 8
-_UNEVEN = 1.5  # times the mean: the largest part of an exchange
+_MAX_SMALL_BYTES = 256 * 1024
+_MIN_CALLS_PER_STEP = 8
+_MAX_IMBALANCE = 1.5  # times the mean: the largest part of an exchange
 # What the next operation does not need at once; the results of the others are used right behind them.
-_MESSAGES = ("send", "receive")
+_POINT_TO_POINT_KINDS = ("send", "receive")
 _HAS_SPLITS = (pl.col("in_splits").list.len() > 1) & (pl.col("in_splits").list.sum() > 0)
-_MOVABLE = ("all_reduce", "reduce_scatter", "all_gather")
+_OVERLAPPABLE_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
-def exposed(context: Context) -> Iterator[Message]:
+def find_exposed_communication(context: Context) -> Iterator[Message]:
     """Communication that no computing hides, by kind."""
-    if not context.of_kind(*gs.COMMUNICATION).any():
+    if not context.select_kinds(*gs.COMMUNICATION).any():
         yield Abstention("exposed-communication", "no communication was recorded")
         return
-    if not context.on_device:
+    if not context.has_gpu_work:
         yield Abstention("exposed-communication", "no GPU work was recorded that could overlap it")
         return
     rows = context.graph.communication
-    links = [change for slow in slow_links(context) for change in slow.changes]
+    links = [change for slow in find_slow_links(context) for change in slow.changes]
     # what a stage waits for is the schedule's: see pipeline-bubbles
     for kind in rows["kind"].drop_nulls().unique().sort().to_list():
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
-        mask &= context.of_kind(*gs.COMMUNICATION)
-        alone = context.exposed_ns(mask)
-        if not alone or (kind in _MESSAGES and context.piped):
+        mask &= context.select_kinds(*gs.COMMUNICATION)
+        exposed_ns = context.compute_exposed_ns(mask)
+        if not exposed_ns or (kind in _POINT_TO_POINT_KINDS and context.is_pipeline):
             continue
-        own = context.own(mask)
-        time = int(context.graph.nodes["duration_ns"].to_numpy()[own].sum())
-        movable = kind in _MOVABLE
-        change = Change("overlap", Chosen(f"{kind}, beside computing", mask, "collectives"))
-        at_most_ns = alone
+        in_steps = context.own(mask)
+        time = int(context.graph.nodes["duration_ns"].to_numpy()[in_steps].sum())
+        movable = kind in _OVERLAPPABLE_KINDS
+        change = Change("overlap", NodeSelection(f"{kind}, beside computing", mask, "collectives"))
+        at_most_ns = exposed_ns
         if links:  # what it saves when slow links are as fast as they should be: what these cost is theirs
             fixed = context.changed(Scenario.of(context.graph), links)
             times = whatif_many(context.graph, (fixed, context.changed(fixed, [change])), context.plan)
-            at_most_ns = min(max(int(times[0] - times[1]), 0), alone)
+            at_most_ns = min(max(int(times[0] - times[1]), 0), exposed_ns)
         yield Candidate(
-            title=f"{context.in_words(context.exposed_ns(own))} of {context.in_words(time)} of {kind} not overlapped "
-            f"({context.many(int(own.sum()), 'call')}{context.over_ranks})",
+            title=f"{context.format_time_per_step(context.compute_exposed_ns(in_steps))} of {context.format_time_per_step(time)} of {kind} not overlapped "
+            f"({context.many(int(in_steps.sum()), 'call')}{context.rank_sum_suffix})",
             changes=(change,),
             confidence=0.5 if movable else 0.3,
             advice="Start it earlier and wait for it later: gradient buckets in DDP, prefetching in FSDP "
@@ -194,36 +201,39 @@ def exposed(context: Context) -> Iterator[Message]:
             if movable
             else "What comes next needs its result: split the batch in two and compute one half while the other "
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
-            evidence=context.evidence(mask & ~context.of_kind(gs.KERNEL)),
+            evidence=context.evidence(mask & ~context.select_kinds(gs.KERNEL)),
             at_most_ns=at_most_ns,
-            seen_ns=alone // max(context.rank_count, 1),
+            seen_ns=exposed_ns // max(context.rank_count, 1),
         )
 
 
-def small_messages(context: Context) -> Iterator[Message]:
+def find_small_collectives(context: Context) -> Iterator[Message]:
     """Many small collectives that could be one."""
     rows = context.graph.communication.filter(
-        pl.col("in_bytes").is_not_null(), pl.col("in_bytes") > 0, pl.col("in_bytes") < _SMALL_BYTES
+        pl.col("in_bytes").is_not_null(), pl.col("in_bytes") > 0, pl.col("in_bytes") < _MAX_SMALL_BYTES
     )
-    if not context.of_kind(*gs.COMMUNICATION).any():
+    if not context.select_kinds(*gs.COMMUNICATION).any():
         yield Abstention("small-collectives", "no communication was recorded")
         return
     for (kind,), messages in rows.group_by("kind", maintain_order=True):
-        if messages.height < _MANY * max(context.rank_count, 1) * context.step_count or kind in _MESSAGES:
+        if (
+            messages.height < _MIN_CALLS_PER_STEP * max(context.rank_count, 1) * context.step_count
+            or kind in _POINT_TO_POINT_KINDS
+        ):
             continue
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[messages["node"].to_numpy()] = True
         yield Candidate(
-            title=f"{units.count(messages.height)} calls of {kind} send less than {units.size(_SMALL_BYTES)} each"
-            f"{context.over_ranks}",
-            changes=(Change("scale", Chosen(f"small {kind}", mask, "collectives"), 1 / _MANY),),
+            title=f"{units.format_count(messages.height)} calls of {kind} send less than {units.format_size(_MAX_SMALL_BYTES)} each"
+            f"{context.rank_sum_suffix}",
+            changes=(Change("scale", NodeSelection(f"small {kind}", mask, "collectives"), 1 / _MIN_CALLS_PER_STEP),),
             confidence=0.5,
             advice="Put them together: larger buckets (bucket_cap_mb), flattened tensors, coalesced calls.",
             evidence=context.evidence(mask),
         )
 
 
-def uneven_exchange(context: Context) -> Iterator[Message]:
+def find_uneven_exchanges(context: Context) -> Iterator[Message]:
     """All-to-alls in which one peer gets far more than the others."""
     rows = context.graph.communication.filter(pl.col("kind") == "all_to_all")
     if not rows.height:
@@ -231,12 +241,12 @@ def uneven_exchange(context: Context) -> Iterator[Message]:
     if not rows.filter(_HAS_SPLITS).height:
         yield Abstention("uneven-exchange", "the split sizes of all_to_all were not recorded")
         return
-    change = balance_exchange(context)
+    change = build_balanced_exchange(context)
     if change is None:
         return
     mask = change.selection.nodes(context.graph)
     yield Candidate(
-        title=f"{units.count(int(mask.sum()))} all_to_alls are uneven{context.over_ranks}: one part is "
+        title=f"{units.format_count(int(mask.sum()))} all_to_alls are uneven{context.rank_sum_suffix}: one part is "
         f"{1 / change.factor:.1f} × the mean",
         changes=(change,),
         confidence=0.4,
@@ -246,7 +256,7 @@ def uneven_exchange(context: Context) -> Iterator[Message]:
     )
 
 
-def balance_exchange(context: Context) -> Change | None:
+def build_balanced_exchange(context: Context) -> Change | None:
     """Uneven all-to-alls, as fast as they would be with equal parts; None where none is uneven."""
     split = context.graph.communication.filter(pl.col("kind") == "all_to_all", _HAS_SPLITS)
     ratios = split.with_columns(
@@ -255,16 +265,16 @@ def balance_exchange(context: Context) -> Change | None:
     )
     # one part is sent by one rank and received by another; the slowest of both decides
     worst = ratios.with_columns(worst=pl.max_horizontal("given", "got").fill_nan(1.0).fill_null(1.0))
-    bad = worst.filter(pl.col("worst") > _UNEVEN)
-    if not bad.height:
+    uneven = worst.filter(pl.col("worst") > _MAX_IMBALANCE)
+    if not uneven.height:
         return None
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    mask[bad["node"].to_numpy()] = True
-    return Change("scale", Chosen("uneven all_to_all", mask, "collectives"), 1 / float(bad["worst"].median()))  # type: ignore[arg-type]
+    mask[uneven["node"].to_numpy()] = True
+    return Change("scale", NodeSelection("uneven all_to_all", mask, "collectives"), 1 / float(uneven["worst"].median()))  # type: ignore[arg-type]
 
 
 COMMUNICATION_RULES = (
-    FindingRule("exposed-communication", "exposed communication", exposed),
-    FindingRule("small-collectives", "many small collectives", small_messages),
-    FindingRule("uneven-exchange", "all-to-alls whose parts are uneven", uneven_exchange),
+    FindingRule("exposed-communication", "exposed communication", find_exposed_communication),
+    FindingRule("small-collectives", "many small collectives", find_small_collectives),
+    FindingRule("uneven-exchange", "all-to-alls whose parts are uneven", find_uneven_exchanges),
 )

@@ -14,49 +14,49 @@ from numpy.typing import NDArray
 
 from traceloom.analyze import across_ranks
 from traceloom.analyze.across_ranks import AcrossRanks
-from traceloom.analyze.ancestry import forest
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.anti_patterns import anti_patterns
-from traceloom.analyze.critical_path_pieces import common_steps, usual_step
-from traceloom.analyze.host_events import STRETCHES
+from traceloom.analyze.critical_path_pieces import find_common_steps, find_median_step
+from traceloom.analyze.host_events import HOST_INTERVALS_SCHEMA
 from traceloom.analyze.idle import idle
-from traceloom.analyze.memory_answers import Allocations, allocations
-from traceloom.analyze.quality_checks import operators_left_out
-from traceloom.analyze.steps import of_requests
-from traceloom.changes.changes import Change, of_events
-from traceloom.changes.scenario import Scenario, exposed
+from traceloom.analyze.memory_answers import Allocations, explain_allocations
+from traceloom.analyze.quality_checks import check_sampled_operators
+from traceloom.analyze.steps import has_request_steps
+from traceloom.changes.changes import Change, select_event_nodes
+from traceloom.changes.scenario import Scenario, find_exposed_time
 from traceloom.graph import Plan, link_session
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, point_times
+from traceloom.graph.graph import Graph, get_point_times
 from traceloom.graph.law import Law, law
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
-from traceloom.trace.arrays import NO_ROW, column, gather_rows
-from traceloom.trace.batch import stacked
+from traceloom.trace.arrays import NO_ROW, gather_rows, get_event_column
+from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Evidence
-from traceloom.trace.session import Session, ThreadClock, all_steps, thread_samples
+from traceloom.trace.session import Session, ThreadClock, read_run_steps, read_thread_clocks
 from traceloom.trace.trace import Trace
 
-_ANONYMOUS = re.compile(r"\(anonymous namespace\)::|<unnamed>::")
-_NAMESPACES = re.compile(r"\b(?:[A-Za-z_]\w*::)+")
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_OUTERMOST = re.compile(r"^(aten|torch|autograd|c10d|prims|quantized)::")
-_WIDEST = 60
-_LONGEST = 2_000  # characters that are looked at
+_ANONYMOUS_NAMESPACE_PATTERN = re.compile(r"\(anonymous namespace\)::|<unnamed>::")
+_NAMESPACE_PATTERN = re.compile(r"\b(?:[A-Za-z_]\w*::)+")
+_ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-fA-F]+")
+_OPERATOR_NAMESPACE_PATTERN = re.compile(r"^(aten|torch|autograd|c10d|prims|quantized)::")
+_MAX_NAME_CHARS = 60
+_MAX_PARSED_CHARS = 2_000  # characters that are looked at
 
 
 def shorten_name(name: str) -> str:
     """A name without what only a compiler needs: arguments, templates, namespaces; at most 60 characters."""
-    name = _ADDRESS.sub("", name[:_LONGEST])
-    if not _OUTERMOST.match(name) and ("::" in name or "<" in name[1:]) and not name.startswith("<"):
-        name = _ANONYMOUS.sub("", name.removeprefix("void "))
-        head, bracket, rest = name.partition("<")
-        head = _NAMESPACES.sub("", head.split("(", 1)[0])
-        name = f"{head}<…>" if bracket and rest else head
-    return name if len(name) <= _WIDEST else f"{name[: _WIDEST - 1]}…"
+    name = _ADDRESS_PATTERN.sub("", name[:_MAX_PARSED_CHARS])
+    if not _OPERATOR_NAMESPACE_PATTERN.match(name) and ("::" in name or "<" in name[1:]) and not name.startswith("<"):
+        name = _ANONYMOUS_NAMESPACE_PATTERN.sub("", name.removeprefix("void "))
+        head, bracket, remainder = name.partition("<")
+        head = _NAMESPACE_PATTERN.sub("", head.split("(", 1)[0])
+        name = f"{head}<…>" if bracket and remainder else head
+    return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 1]}…"
 
 
-def outermost_operator(path: str) -> str:
+def get_outermost_operator(path: str) -> str:
     """The outermost of nested operators."""
     return shorten_name(path.split(" > ", 1)[0])
 
@@ -67,11 +67,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
-NAMELESS = "host time outside any recorded event"
-_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
-_NEVER = int(np.iinfo(np.int64).min)
-_BETWEEN = 0.1  # of the steps: more time between them is not theirs
-_MOST_OF = 0.6  # of a stretch of host time: what it is called by covers so much of it
+UNNAMED_HOST_TIME = "host time outside any recorded event"
+_DEVICE_KINDS = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+_MIN_INT64 = int(np.iinfo(np.int64).min)
+_MAX_STEP_GAP_SHARE = 0.1  # of the steps: more time between them is not theirs
+_MIN_NAME_COVERAGE = 0.6  # of a stretch of host time: what it is called by covers so much of it
 
 
 @dataclass
@@ -82,45 +82,45 @@ class Context:
         session: The run.
         steps: Their numbers, which follow each other; None where there are no steps: then the whole window is looked
             at.
-        remembers: Whether others may ask for its graph.
+        caches_graph: Whether others may ask for its graph.
     """
 
     session: Session
     steps: tuple[int, ...] | None = field(default=None)
-    _kept: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
-    remembers: bool = field(default=True, kw_only=True)
+    _analysis_cache: dict[tuple[int, Callable[..., Any]], Any] = field(default_factory=dict, repr=False)
+    caches_graph: bool = field(default=True, kw_only=True)
 
     @classmethod
     def of(cls, session: Session) -> Context:
         """The step of median length, or the whole window where there are no steps."""
-        step = usual_step(session.traces)
+        step = find_median_step(session.traces)
         return cls(session, None if step is None else (step,))
 
-    def around(self, most: int) -> tuple[int, ...]:
+    def around(self, max_count: int) -> tuple[int, ...]:
         """At most so many whole steps that follow each other, with those that are looked at in the middle."""
         if self.steps is None:
             return ()
-        numbers = set(common_steps(self.traces))
+        numbers = set(find_common_steps(self.traces))
         low, high = self.steps[0], self.steps[-1]
-        while low - 1 in numbers and high - low + 1 < 2 * most:
+        while low - 1 in numbers and high - low + 1 < 2 * max_count:
             low -= 1
-        while high + 1 in numbers and high - self.steps[-1] < most:
+        while high + 1 in numbers and high - self.steps[-1] < max_count:
             high += 1
-        first = max(low, min(self.steps[0] - most // 2, high + 1 - most))
-        return tuple(range(first, min(first + most, high + 1)))
+        first = max(low, min(self.steps[0] - max_count // 2, high + 1 - max_count))
+        return tuple(range(first, min(first + max_count, high + 1)))
 
     def over(self, steps: tuple[int, ...]) -> Context:
         """Other steps of the same session; analyses of whole traces are shared."""
-        other = Context(self.session, steps, self._kept, remembers=False)
-        other.__dict__.update(across=self.across, host_ratio=self.host_ratio)
+        other = Context(self.session, steps, self._analysis_cache, caches_graph=False)
+        other.__dict__.update(rank_comparison=self.rank_comparison, host_ratio=self.host_ratio)
         return other
 
     @cached_property
     def graph(self) -> Graph:
         """The linked, calibrated graph of the steps."""
         if self.steps is None:
-            return link_session(self.session, remember=self.remembers)
-        return link_session(self.session, step=self.steps[0], last=self.steps[-1], remember=self.remembers)
+            return link_session(self.session, remember=self.caches_graph)
+        return link_session(self.session, step=self.steps[0], last=self.steps[-1], remember=self.caches_graph)
 
     @cached_property
     def plan(self) -> Plan:
@@ -135,9 +135,9 @@ class Context:
     @cached_property
     def whole_ns(self) -> int:
         """From the first to the last moment of the graph; of steps that stand apart, the sum of each."""
-        times = point_times(self.graph)
+        times = get_point_times(self.graph)
         if self.apart:
-            return int(self.lengths_ns(times).sum())
+            return int(self.compute_step_lengths(times).sum())
         return int(np.ptp(times)) if times.size else 0
 
     @cached_property
@@ -148,11 +148,11 @@ class Context:
         for trace in self.traces:
             steps = trace.steps.filter(pl.col("step").is_in(list(self.steps or ()))).sort("start_ns")
             between = int((steps["start_ns"] - steps["end_ns"].shift(1)).clip(0).sum())
-            if between > _BETWEEN * int((steps["end_ns"] - steps["start_ns"]).sum()):
+            if between > _MAX_STEP_GAP_SHARE * int((steps["end_ns"] - steps["start_ns"]).sum()):
                 return True
         return False
 
-    def lengths_ns(self, times: Ints) -> Ints:
+    def compute_step_lengths(self, times: Ints) -> Ints:
         """How long each step takes in a graph with these times of its points, shape (steps,); ns.
 
         From where the step before it ends, on the last rank, to where it does; of steps that stand apart, from its own
@@ -161,17 +161,19 @@ class Context:
         """
         if self.step_count == 1:
             # since the measurement began: nothing of the step can be before it, whatever the clock of its work says
-            begin = self.graph.nodes["start_ns"].min()
-            return np.array([int(times.max()) - begin if times.size else 0], dtype=np.int64)  # type: ignore[operator]
-        step_index, begin, end = self.step_place, times[0::2], times[1::2]
-        counts = (step_index >= 0) & (self.of_kind(*_DEVICE) if self.on_device else ~self.of_kind(gs.WAIT))
-        ends = np.full(self.step_count, _NEVER)
-        np.maximum.at(ends, step_index[counts], end[counts])
+            start = self.graph.nodes["start_ns"].min()
+            return np.array([int(times.max()) - start if times.size else 0], dtype=np.int64)  # type: ignore[operator]
+        step_index, start, end = self.node_step_index, times[0::2], times[1::2]
+        counts = (step_index >= 0) & (
+            self.select_kinds(*_DEVICE_KINDS) if self.has_gpu_work else ~self.select_kinds(gs.WAIT)
+        )
+        last_ends = np.full(self.step_count, _MIN_INT64)
+        np.maximum.at(last_ends, step_index[counts], end[counts])
         if self.apart:
-            begins = np.full(self.step_count, np.iinfo(np.int64).max)
-            np.minimum.at(begins, step_index[step_index >= 0], begin[step_index >= 0])
-            return np.where(ends > begins, ends - begins, 0)
-        lengths: Ints = np.diff(np.maximum.accumulate(np.append(begin[step_index == 0].min(), ends)))
+            first_starts = np.full(self.step_count, np.iinfo(np.int64).max)
+            np.minimum.at(first_starts, step_index[step_index >= 0], start[step_index >= 0])
+            return np.where(last_ends > first_starts, last_ends - first_starts, 0)
+        lengths: Ints = np.diff(np.maximum.accumulate(np.append(start[step_index == 0].min(), last_ends)))
         return lengths
 
     @cached_property
@@ -183,7 +185,7 @@ class Context:
         The graph spans more where the host runs ahead of the device: what the device still has to do of earlier steps.
         Stages of a pipeline are in a step at different times: there it is the step of the rank where it takes longest.
         """
-        return self._length // self.step_count
+        return self._total_length_ns // self.step_count
 
     @property
     def step(self) -> int | None:
@@ -196,50 +198,50 @@ class Context:
         return 1 if self.steps is None else len(self.steps)
 
     @cached_property
-    def step_place(self) -> Ints:
+    def node_step_index(self) -> Ints:
         """For each node which of the steps it is of, shape (nodes,): 0 for the first; -1 for nodes of others."""
-        of = self.graph.nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
-        index = of - (self.steps[0] if self.steps else 0)
-        index[(of < 0) | (index < 0) | (index >= self.step_count)] = -1
+        node_step = self.graph.nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
+        index = node_step - (self.steps[0] if self.steps else 0)
+        index[(node_step < 0) | (index < 0) | (index >= self.step_count)] = -1
         return index
 
     @cached_property
-    def _length(self) -> int:
+    def _total_length_ns(self) -> int:
         """Of the steps: of all ranks together, or of the longest stage's."""
-        if not self.piped:
-            return self._length_of(np.ones(self.graph.nodes.height, dtype=np.bool_))
+        if not self.is_pipeline:
+            return self._measure_length_ns(np.ones(self.graph.nodes.height, dtype=np.bool_))
         rank = self.graph.rank_numbers
-        return max(self._length_of(rank == number) for number in np.unique(rank))
+        return max(self._measure_length_ns(rank == number) for number in np.unique(rank))
 
-    def _length_of(self, of_ranks: Bools) -> int:
+    def _measure_length_ns(self, nodes: Bools) -> int:
         if self.apart:
             return self.whole_ns
-        times = point_times(self.graph)
-        begin, end = times[0::2][of_ranks], times[1::2][of_ranks]
-        whole = int(end.max() - begin.min()) if end.size else 0
+        times = get_point_times(self.graph)
+        start, end = times[0::2][nodes], times[1::2][nodes]
+        span_ns = int(end.max() - start.min()) if end.size else 0
         if self.elsewhere is None:
-            return whole
-        device = self.elsewhere[of_ranks] & self.of_kind(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[of_ranks]
-        host = ~self.elsewhere[of_ranks] & self.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)[of_ranks]
+            return span_ns
+        device = self.elsewhere[nodes] & self.select_kinds(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[nodes]
+        host = ~self.elsewhere[nodes] & self.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)[nodes]
         if not device.any() or not host.any():
-            return whole
-        begins = max(int(end[device].max()), int(begin[host].min()))
-        return max(int(end.max()) - begins, 0) or whole
+            return span_ns
+        start_ns = max(int(end[device].max()), int(start[host].min()))
+        return max(int(end.max()) - start_ns, 0) or span_ns
 
     @cached_property
     def elsewhere(self) -> Bools | None:
         """Nodes of other steps than those looked at, shape (nodes,); None where there are none."""
         if self.steps is None:
             return None
-        others: Bools = self.step_place < 0
+        other_steps: Bools = self.node_step_index < 0
         if not self.apart:  # what lies between steps that follow each other costs each of them
-            others &= self.graph.nodes["step"].is_not_null().to_numpy()
-        return others if others.any() else None
+            other_steps &= self.graph.nodes["step"].is_not_null().to_numpy()
+        return other_steps if other_steps.any() else None
 
     @cached_property
     def host_ratio(self) -> float | None:
         """How much longer recorded steps take than unrecorded ones, where that was measured."""
-        return self.session.recording_ratio
+        return self.session.recording_overhead_ratio
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -256,53 +258,57 @@ class Context:
     @property
     def unit(self) -> str:
         """What the steps are: steps, or the requests of a server."""
-        return "request" if any(of_requests(trace) for trace in self.traces) else "step"
+        return "request" if any(has_request_steps(trace) for trace in self.traces) else "step"
 
     def ran_ns(self, nodes: Bools) -> tuple[int, int] | None:
         """How long the threads of some nodes ran in them, at least and at most, ns; None where nobody knows of one."""
-        least, most = self._ran(nodes)
-        return None if (least[nodes] < 0).any() else (int(least[nodes].sum()), int(most[nodes].sum()))
+        min_ns, max_ns = self._compute_cpu_time_bounds(nodes)
+        return None if (min_ns[nodes] < 0).any() else (int(min_ns[nodes].sum()), int(max_ns[nodes].sum()))
 
-    def asleep(self, nodes: Bools, share: float) -> Bools:
+    def select_sleeping_nodes(self, nodes: Bools, max_cpu_share: float) -> Bools:
         """Those of some nodes whose threads ran at most this share of them, for certain."""
-        least, most = self._ran(nodes)
-        sleeping: Bools = nodes & (least >= 0) & (most <= share * self.graph.nodes["duration_ns"].to_numpy())
+        min_ns, max_ns = self._compute_cpu_time_bounds(nodes)
+        sleeping: Bools = nodes & (min_ns >= 0) & (max_ns <= max_cpu_share * self.graph.nodes["duration_ns"].to_numpy())
         return sleeping
 
-    def _ran(self, nodes: Bools) -> tuple[Ints, Ints]:
+    def _compute_cpu_time_bounds(self, nodes: Bools) -> tuple[Ints, Ints]:
         """How long their threads ran in some nodes, at least and at most, ns, shape (nodes,); -1 where nobody knows."""
-        least, most = (np.full(nodes.size, -1, dtype=np.int64) for _ in range(2))
+        min_ns, max_ns = (np.full(nodes.size, -1, dtype=np.int64) for _ in range(2))
         rows = self.graph.nodes.with_row_index("at").filter(pl.Series(nodes))
-        for (rank, lane), some in rows.group_by("rank", "lane"):
-            trace = self.trace_of(rank)
+        for (rank, lane), thread_nodes in rows.group_by("rank", "lane"):
+            trace = self.find_trace(rank)
             threads = self.graph.lanes.filter(pl.col("lane") == lane)["thread"].to_list()
-            samples = None if trace is None or not threads else self.ask(trace, _samples).get(str(threads[0]))
+            samples = (
+                None if trace is None or not threads else self.ask(trace, _read_thread_clocks).get(str(threads[0]))
+            )
             if samples is not None:
-                low = some["start_ns"].to_numpy() + self.graph.epoch_ns - self._offsets.get(rank, 0)
-                at = some["at"].to_numpy()
-                least[at], most[at] = samples.ran(low, low + some["duration_ns"].to_numpy())
-        return least, most
+                low = thread_nodes["start_ns"].to_numpy() + self.graph.epoch_ns - self._rank_clock_offsets.get(rank, 0)
+                node_rows = thread_nodes["at"].to_numpy()
+                min_ns[node_rows], max_ns[node_rows] = samples.bound_cpu_time(
+                    low, low + thread_nodes["duration_ns"].to_numpy()
+                )
+        return min_ns, max_ns
 
     @cached_property
-    def step_ran_ns(self) -> int | None:
+    def step_thread_cpu_ns(self) -> int | None:
         """How long the thread that makes the steps ran in them, on the rank where most; None where nobody knows."""
-        most = 0
+        max_ran = 0
         for trace in self.traces:
-            log = all_steps(trace.meta)
+            log = read_run_steps(trace.meta)
             if log is None or self.steps is None or self.steps[-1] >= len(log.ran_ns):
                 return None
             ran = [log.ran_ns[step] for step in self.steps]
             if None in ran:
                 return None
-            most = max(most, sum(time for time in ran if time is not None))
-        return most
+            max_ran = max(max_ran, sum(time for time in ran if time is not None))
+        return max_ran
 
     @cached_property
     def running(self) -> float | None:
         """How much of the window the threads of the busiest process run, all together; None where nobody knows."""
         shares = []
         for trace in self.traces:
-            samples = self.ask(trace, _samples).values()
+            samples = self.ask(trace, _read_thread_clocks).values()
             if not samples:
                 return None
             window = max(int(sample.time_ns[-1]) for sample in samples) - min(
@@ -311,12 +317,12 @@ class Context:
             shares.append(sum(int(sample.ran_ns[-1] - sample.ran_ns[0]) for sample in samples) / max(window, 1))
         return max(shares, default=None)
 
-    def ask(self, of: S, analysis: Callable[[S], T]) -> T:
+    def ask(self, subject: S, analysis: Callable[[S], T]) -> T:
         """An analysis of a trace, or of this, made once."""
-        key = (id(of), analysis)
-        if key not in self._kept:
-            self._kept[key] = analysis(of)
-        result: T = self._kept[key]
+        key = (id(subject), analysis)
+        if key not in self._analysis_cache:
+            self._analysis_cache[key] = analysis(subject)
+        result: T = self._analysis_cache[key]
         return result
 
     def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
@@ -325,39 +331,39 @@ class Context:
             return rows
         return rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
 
-    def anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    def select_anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with `trace`."""
-        whole = [self.ask(trace, anti_patterns) for trace in self.traces]
-        of_pattern = pl.col("pattern") == pattern
-        rules = stacked(of_trace.patterns for of_trace in whole).filter(of_pattern)
-        return rules, stacked(of_trace.matches for of_trace in whole).filter(of_pattern)
+        analyses = [self.ask(trace, anti_patterns) for trace in self.traces]
+        is_pattern = pl.col("pattern") == pattern
+        rules = concatenate_by_trace(trace_patterns.patterns for trace_patterns in analyses).filter(is_pattern)
+        return rules, concatenate_by_trace(trace_patterns.matches for trace_patterns in analyses).filter(is_pattern)
 
-    def by_trace(self, rows: pl.DataFrame) -> Iterator[tuple[Trace, pl.DataFrame]]:
+    def split_by_trace(self, rows: pl.DataFrame) -> Iterator[tuple[Trace, pl.DataFrame]]:
         """Each trace that has rows, and these, in their order; `rows` is `stacked`."""
-        for own in rows.partition_by("trace", maintain_order=True):
-            yield self.traces[own["trace"][0]], own
+        for trace_rows in rows.partition_by("trace", maintain_order=True):
+            yield self.traces[trace_rows["trace"][0]], trace_rows
 
-    def nodes_of_all(self, rows: pl.DataFrame) -> Bools:
+    def select_nodes_of_stacked_events(self, rows: pl.DataFrame) -> Bools:
         """The graph's nodes for events of all traces, shape (nodes,); `rows` (`stacked`) have a column `event`."""
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
-        for trace, own in self.by_trace(rows):
-            mask |= self.nodes_of(trace, own["event"])
+        for trace, trace_rows in self.split_by_trace(rows):
+            mask |= self.nodes_of(trace, trace_rows["event"])
         return mask
 
     @cached_property
     def gaps(self) -> pl.DataFrame:
         """The parts of gaps of all devices in the steps that are looked at: as `Idle.gaps`, with `trace`."""
-        return self.in_step(stacked(self.ask(trace, idle).gaps for trace in self.traces))
+        return self.in_step(concatenate_by_trace(self.ask(trace, idle).gaps for trace in self.traces))
 
     @cached_property
-    def across(self) -> AcrossRanks | None:
+    def rank_comparison(self) -> AcrossRanks | None:
         """The ranks compared; None where there is only one."""
         return across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
 
     @cached_property
-    def piped(self) -> bool:
+    def is_pipeline(self) -> bool:
         """Whether ranks are stages of a pipeline."""
-        return self.across is not None and self.across.pipeline.stages.height > 0
+        return self.rank_comparison is not None and self.rank_comparison.pipeline.stages.height > 0
 
     @cached_property
     def rank_count(self) -> int:
@@ -378,14 +384,14 @@ class Context:
         """Kind of each node, as text."""
         return self.graph.nodes["kind"].cast(pl.String)
 
-    def of_kind(self, *kinds: str) -> Bools:
+    def select_kinds(self, *kinds: str) -> Bools:
         """The nodes of some kinds, shape (nodes,)."""
         return self.graph.nodes_of(*kinds)
 
     @cached_property
-    def on_device(self) -> bool:
+    def has_gpu_work(self) -> bool:
         """Whether any GPU work was recorded."""
-        return bool(self.of_kind(gs.KERNEL, gs.COPY, gs.FILL).any())
+        return bool(self.select_kinds(gs.KERNEL, gs.COPY, gs.FILL).any())
 
     @cached_property
     def stacks(self) -> bool:
@@ -395,36 +401,36 @@ class Context:
     @cached_property
     def sampled(self) -> bool:
         """Whether most operators were left out of a file, so that nobody knows what lies between those in it."""
-        checks = (operators_left_out(trace) for trace in self.traces)
+        checks = (check_sampled_operators(trace) for trace in self.traces)
         return any(check is not None and check.affected for check in checks)
 
     @cached_property
     def allocations(self) -> list[tuple[Trace, Allocations]]:
         """Whose memory it is, for each trace with allocations."""
-        return [(trace, allocations(trace)) for trace in self.traces if trace.allocations.height]
+        return [(trace, explain_allocations(trace)) for trace in self.traces if trace.allocations.height]
 
     def nodes_of(self, trace: Trace, events: pl.Series) -> Bools:
         """The graph's nodes for some events (rows) of one trace, shape (nodes,)."""
         several = len(self.session.traces) > 1
-        return of_events(self.graph, trace.rank if several else None, events)
+        return select_event_nodes(self.graph, trace.rank if several else None, events)
 
     def below(self, trace: Trace, events: pl.Series) -> Bools:
         """The nodes for some host events, what lies inside them, and the GPU work launched there, shape (nodes,)."""
-        tree = forest(trace)
+        tree = build_forest(trace)
         roots = np.zeros(tree.row.size, dtype=np.bool_)
-        at = tree.position[(events.drop_nulls() if events.null_count() else events).to_numpy().astype(np.int64)]
-        roots[at[at >= 0]] = True
+        positions = tree.position[(events.drop_nulls() if events.null_count() else events).to_numpy().astype(np.int64)]
+        roots[positions[positions >= 0]] = True
         return self.inside(trace, roots)
 
     def inside(self, trace: Trace, roots: Bools) -> Bools:
         """The same for positions in the trace's forest."""
-        tree = forest(trace)
+        tree = build_forest(trace)
         host = pl.Series(tree.row[tree.outermost_or_self(roots) >= 0], dtype=pl.UInt32)
         if not host.len():
             return np.zeros(self.graph.nodes.height, dtype=np.bool_)
         calls = np.zeros(trace.events.height + 1, dtype=np.bool_)  # the last for events without a call: NO_ROW
         calls[host.to_numpy()] = True
-        launched = np.flatnonzero(gather_rows(calls, column(trace, "launch", NO_ROW)))
+        launched = np.flatnonzero(gather_rows(calls, get_event_column(trace, "launch", NO_ROW)))
         return self.nodes_of(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
@@ -442,7 +448,7 @@ class Context:
                 out.delay_ns[edges] = before.delay_ns[edges]
         return out
 
-    def ranks_of(self, nodes: Bools) -> list[int]:
+    def list_ranks(self, nodes: Bools) -> list[int]:
         """The ranks that some nodes are of, ascending."""
         return [rank for rank in np.unique(self.graph.rank_numbers[nodes]).tolist() if rank >= 0]
 
@@ -450,107 +456,113 @@ class Context:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
 
-    def work_of_ranks(self, nodes: Bools) -> dict[int, int]:
+    def compute_work_by_rank(self, nodes: Bools) -> dict[int, int]:
         """Summed work of some nodes by rank, ns, the smallest rank first."""
-        ranks, of_rank = np.unique(self.graph.rank_numbers[nodes], return_inverse=True)
+        ranks, rank_index = np.unique(self.graph.rank_numbers[nodes], return_inverse=True)
         sums = np.zeros(ranks.size, dtype=np.int64)
-        np.add.at(sums, of_rank, self.graph.nodes["work_ns"].to_numpy()[nodes])
+        np.add.at(sums, rank_index, self.graph.nodes["work_ns"].to_numpy()[nodes])
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
     def own(self, nodes: Bools) -> Bools:
         """Those of some nodes that are of the steps looked at, not of those that the device still had to do."""
         return nodes if self.elsewhere is None else nodes & ~self.elsewhere
 
-    def in_words(self, time_ns: int) -> str:
+    def format_time_per_step(self, time_ns: int) -> str:
         """A time of the steps, as what it comes to in one of them."""
-        return units.duration(round(time_ns / self.step_count))
+        return units.format_duration(round(time_ns / self.step_count))
 
-    def many(self, count: int, what: str = "") -> str:
+    def many(self, count: int, noun: str = "") -> str:
         """A number of things in the steps, as what it comes to in one of them; with the things, where they are told."""
-        of_step = max(round(count / self.step_count), 1)
-        return units.count_of(of_step, what) if what else units.count(of_step)
+        per_step = max(round(count / self.step_count), 1)
+        return units.format_quantity(per_step, noun) if noun else units.format_count(per_step)
 
     @property
-    def over_ranks(self) -> str:
+    def rank_sum_suffix(self) -> str:
         """What to say behind a sum over ranks."""
         return f", summed over {self.rank_count} ranks" if self.rank_count > 1 else ""
 
-    def exposed_ns(self, nodes: Bools) -> int:
+    def compute_exposed_ns(self, nodes: Bools) -> int:
         """Time in which these run on the device and no kernel of the same rank computes, summed over ranks."""
-        return sum(spans.total for spans in exposed(self.graph, nodes))
+        return sum(spans.total for spans in find_exposed_time(self.graph, nodes))
 
-    def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
+    def evidence(self, nodes: Bools, max_count: int = 4) -> tuple[Evidence, ...]:
         """The longest of some nodes, as they stand in their traces."""
-        at = np.flatnonzero(nodes)
-        longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[at], kind="stable")[:most]
-        shown = []
-        for row in self.graph.nodes[at[longest]].to_dicts():
-            trace = self.trace_of(row["rank"])
-            start = int(row["start_ns"]) + self.graph.epoch_ns - self._offsets.get(row["rank"], 0)
+        node_rows = np.flatnonzero(nodes)
+        longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[node_rows], kind="stable")[:max_count]
+        entries = []
+        for row in self.graph.nodes[node_rows[longest]].to_dicts():
+            trace = self.find_trace(row["rank"])
+            start = int(row["start_ns"]) + self.graph.epoch_ns - self._rank_clock_offsets.get(row["rank"], 0)
             lane: int | None = None
             if trace is not None and row["event"] is not None and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL):
                 start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
-            of_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
-            doing = self._doing(trace, row, start) if of_host and trace is not None else None
-            what = doing or (shorten_name(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
-            shown.append(Evidence(what, row["rank"], start, row["duration_ns"], lane))
-        return tuple(shown)
+            on_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
+            frame_name = self._find_covering_frame(trace, row, start) if on_host and trace is not None else None
+            label = frame_name or (
+                shorten_name(row["name"]) if row["name"] and row["kind"] != gs.THINK else UNNAMED_HOST_TIME
+            )
+            entries.append(Evidence(label, row["rank"], start, row["duration_ns"], lane))
+        return tuple(entries)
 
     def stretches(self, nodes: Bools) -> pl.DataFrame:
         """The host time of some nodes in the steps looked at, `STRETCHES` with rank, as it stands in their traces."""
-        chosen = np.flatnonzero(self.own(nodes) & self.of_kind(*HOST_KINDS))
-        rows = self.graph.nodes[["rank", "lane", "start_ns", "duration_ns"]][chosen].drop_nulls("lane")
-        lanes, shifts = self._lanes_in_traces
+        selected = np.flatnonzero(self.own(nodes) & self.select_kinds(*HOST_KINDS))
+        rows = self.graph.nodes[["rank", "lane", "start_ns", "duration_ns"]][selected].drop_nulls("lane")
+        lanes, shifts = self._trace_lanes_and_shifts
         lane = rows["lane"].to_numpy()
         start = rows["start_ns"] + shifts[lane]
         times = (pl.Series("lane", lanes[lane]), start, (start + rows["duration_ns"]).alias("end_ns"))
-        stretches = pl.DataFrame([rows["rank"], *times])[np.flatnonzero(lanes[lane] >= 0)]
-        return stretches.pipe(cast_to_schema, {"rank": pl.Int32, **STRETCHES})
+        intervals = pl.DataFrame([rows["rank"], *times])[np.flatnonzero(lanes[lane] >= 0)]
+        return intervals.pipe(cast_to_schema, {"rank": pl.Int32, **HOST_INTERVALS_SCHEMA})
 
     @cached_property
-    def _lanes_in_traces(self) -> tuple[Ints, Ints]:
+    def _trace_lanes_and_shifts(self) -> tuple[Ints, Ints]:
         """For each lane of the graph the lane of the same thread of the host in the trace of its rank, -1 for none.
 
         And what makes times of the graph times of that trace, ns; shape (lanes,) each.
         """
         threads = {
             (rank, process, thread): lane
-            for rank in self._offsets
-            if (trace := self.trace_of(rank)) is not None
+            for rank in self._rank_clock_offsets
+            if (trace := self.find_trace(rank)) is not None
             for lane, kind, process, thread in trace.lanes[["lane", "kind", "process", "thread"]].iter_rows()
             if kind == "host"
         }
         keys = self.graph.lanes[["rank", "process", "thread"]].rows()
-        shifts = [self.graph.epoch_ns - self._offsets.get(rank, 0) for rank, *_ in keys]
+        shifts = [self.graph.epoch_ns - self._rank_clock_offsets.get(rank, 0) for rank, *_ in keys]
         return np.array([threads.get(key, -1) for key in keys], dtype=np.int64), np.array(shifts, dtype=np.int64)
 
     @cached_property
-    def _offsets(self) -> dict[int | None, int]:
+    def _rank_clock_offsets(self) -> dict[int | None, int]:
         rows = self.graph.ranks.select("rank", pl.col("clock_offset_ns").fill_null(0)).rows()
         return dict(rows)
 
-    def trace_of(self, rank: int | None) -> Trace | None:
+    def find_trace(self, rank: int | None) -> Trace | None:
         """The trace of a rank; None where several claim it: nobody knows whose events are meant."""
         traces = [trace for trace in self.traces if len(self.traces) == 1 or trace.rank == rank]
         return traces[0] if len(traces) == 1 else None
 
-    def _doing(self, trace: Trace, row: dict[str, Any], start: int) -> str | None:
+    def _find_covering_frame(self, trace: Trace, row: dict[str, Any], start: int) -> str | None:
         """The innermost Python frame of a node's thread that covers most of it; None where none is recorded."""
         if row["lane"] is None:
             return None
         end = start + row["duration_ns"]
-        frames = self.ask(trace, _frames).filter(pl.col("lane") == self._lanes_in_traces[0][row["lane"]])
-        room = _MOST_OF * max(end - start, 1)
-        shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
-        frames_inside = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
+        frames = self.ask(trace, _select_python_frames).filter(
+            pl.col("lane") == self._trace_lanes_and_shifts[0][row["lane"]]
+        )
+        min_overlap_ns = _MIN_NAME_COVERAGE * max(end - start, 1)
+        overlap_ns = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
+        frames_inside = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(
+            overlap_ns >= min_overlap_ns
+        )
         return shorten_name(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
 
 
-def _samples(trace: Trace) -> dict[str, ThreadClock]:
+def _read_thread_clocks(trace: Trace) -> dict[str, ThreadClock]:
     """Processor time by thread, where the trace shows the same clock."""
-    return thread_samples(trace.meta) if trace.meta.clock == "unix" else {}
+    return read_thread_clocks(trace.meta) if trace.meta.clock == "unix" else {}
 
 
-def _frames(trace: Trace) -> pl.DataFrame:
+def _select_python_frames(trace: Trace) -> pl.DataFrame:
     python = trace.events.filter(pl.col("category") == cat.PYTHON)
     return python.select("name", "lane", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns"))

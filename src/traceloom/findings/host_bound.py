@@ -9,54 +9,63 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.data_loading import loader_calls
-from traceloom.analyze.intervals import overlaps, union
-from traceloom.analyze.names import vocabulary
-from traceloom.changes.changes import LOADING, Change, Chosen, Selection
+from traceloom.analyze.data_loading import find_loader_calls
+from traceloom.analyze.intervals import find_overlaps, merge_intervals
+from traceloom.analyze.names import build_vocabulary
+from traceloom.changes.changes import DATA_LOADING_PATTERN, Change, NodeSelection, Selection
 from traceloom.findings.context import Bools, Context, shorten_name
-from traceloom.findings.host_waits import IDLE, SAMPLED, between_operators, long_ns, waits_for_requests
+from traceloom.findings.host_waits import (
+    OPERATORS_SAMPLED,
+    PROGRAM_WAITS,
+    compute_min_pause_ns,
+    select_time_between_operators,
+    waits_for_requests,
+)
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as gs
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
-from traceloom.trace.arrays import NO_ROW, NULL, column, gather_rows
+from traceloom.trace.arrays import NO_ROW, NULL, gather_rows, get_event_column
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
-_LEAST_PYTHON = 0.15  # of the window
-_LEAST_GAP = 0.02  # of the window
-_LEFT = 0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
-_LOOP = 64  # calls in a row, from which on somebody loops over the elements of a tensor
+_MIN_PYTHON_SHARE = 0.15  # of the window
+_MIN_GAP_SHARE = 0.02  # of the window
+_PYTHON_LEFT = 0.3  # of the time of many short stretches of Python: what compiled or vectorised code leaves
+_MIN_LOOP_CALLS = 64  # calls in a row, from which on somebody loops over the elements of a tensor
 # What Python calls for one element; runs of others may be a loop in C++ over many tensors.
-_OF_ELEMENTS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero", "aten::equal")
-_MOST_LOOPS = 16  # of a trace that are looked at, those of the most calls
-_LATE = ("host_op", "host_launch", "host_python", "host_unobserved")
-_SINGLE = ("host_op", "host_launch")
-_BETWEEN = ("host_python", "host_unobserved")  # long ones are pauses: other launches do not shorten them
-_ALSO = ("launch_latency", "kernel_to_kernel")  # pauses that one submission of everything shortens as well
-_ELEMENTWISE = r"elementwise|pointwise|triton_poi"
-_MANY = 20
+_ELEMENT_OPS = ("aten::item", "aten::select", "aten::index", "aten::is_nonzero", "aten::equal")
+_MAX_LOOPS = 16  # of a trace that are looked at, those of the most calls
+_LATE_CAUSES = ("host_op", "host_launch", "host_python", "host_unobserved")
+_SINGLE_CALL_CAUSES = ("host_op", "host_launch")
+_PYTHON_CAUSES = ("host_python", "host_unobserved")  # long ones are pauses: other launches do not shorten them
+_LAUNCH_COST_CAUSES = (
+    "launch_latency",
+    "kernel_to_kernel",
+)  # pauses that one submission of everything shortens as well
+_ELEMENTWISE_PATTERN = r"elementwise|pointwise|triton_poi"
+_MIN_KERNELS_PER_STEP = 20
 
 
-def launch_bound(context: Context) -> Iterator[Message]:
+def find_launch_bound(context: Context) -> Iterator[Message]:
     """Kernels wait for their launches."""
-    if not context.on_device:
+    if not context.has_gpu_work:
         yield Abstention("launch-bound", "no GPU work was recorded")
         return
     if context.sampled:
-        yield Abstention("launch-bound", SAMPLED)
+        yield Abstention("launch-bound", OPERATORS_SAMPLED)
         return
-    late = _late(context)
+    late = _select_late_gaps(context)
     idle = int(late["duration_ns"].sum())
-    if idle < _LEAST_GAP * context.whole_ns:
+    if idle < _MIN_GAP_SHARE * context.whole_ns:
         return
-    also = context.gaps.filter(pl.col("cause").is_in(list(_ALSO)))
-    of_ranks = np.zeros(len(context.traces), dtype=np.int64)
+    also = context.gaps.filter(pl.col("cause").is_in(list(_LAUNCH_COST_CAUSES)))
+    rank_idle_ns = np.zeros(len(context.traces), dtype=np.int64)
     for parts in (late, also):
-        np.add.at(of_ranks, parts["trace"].to_numpy(), parts["duration_ns"].to_numpy())
-    with_latency = int(of_ranks.sum())
+        np.add.at(rank_idle_ns, parts["trace"].to_numpy(), parts["duration_ns"].to_numpy())
+    total_idle_ns = int(rank_idle_ns.sum())
     # what better launching could win at most on one rank; a pause may go on into the next step
-    most = min(int(of_ranks.max()), context.step_ns * context.step_count)
+    max_saving_ns = min(int(rank_idle_ns.max()), context.step_ns * context.step_count)
     longest = late.sort("duration_ns", descending=True, maintain_order=True)
     gaps = [
         Evidence(f"GPU idle: {shorten_name(activity or 'nothing recorded')}", context.traces[trace].rank, start_ns, ns)
@@ -66,42 +75,45 @@ def launch_bound(context: Context) -> Iterator[Message]:
         .iter_rows()
     ]
     yield Candidate(
-        title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {context.where}"
-        f"{context.over_ranks}" + (f" ({units.duration(with_latency)} with launch latency)" if most > idle else ""),
+        title=f"launches come too late: the GPU is idle for {units.format_duration(idle)} of {context.where}"
+        f"{context.rank_sum_suffix}"
+        + (f" ({units.format_duration(total_idle_ns)} with launch latency)" if max_saving_ns > idle else ""),
         changes=(Change("graph", Selection("gpu")),),
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "
         "mode='reduce-overhead'), larger batches, fused operators.",
         evidence=tuple(gaps),
-        at_most_ns=most,
-        host=partial(_while_late, context),
+        at_most_ns=max_saving_ns,
+        host=partial(_select_host_work_during_gaps, context),
     )
 
 
-def _late(context: Context) -> pl.DataFrame:
+def _select_late_gaps(context: Context) -> pl.DataFrame:
     """Parts of gaps, as in `Context.gaps`, in which the GPU waits for a launch that comes late."""
-    cause, long = pl.col("cause"), long_ns(context)
+    cause, long = pl.col("cause"), compute_min_pause_ns(context)
     late = context.gaps.filter(
-        cause.is_in(list(_LATE)), ~(cause.is_in(list(_BETWEEN)) & (pl.col("duration_ns") >= long))
+        cause.is_in(list(_LATE_CAUSES)), ~(cause.is_in(list(_PYTHON_CAUSES)) & (pl.col("duration_ns") >= long))
     )
     if context.steps is not None or not late.height:
         return late
     # one call or operator that takes long, at the start say, does not come again
-    took = pl.concat(trace.events["duration_ns"].gather(part["host_event"]) for trace, part in context.by_trace(late))
+    took = pl.concat(
+        trace.events["duration_ns"].gather(part["host_event"]) for trace, part in context.split_by_trace(late)
+    )
     once = pl.min_horizontal("duration_ns", took) >= long
-    return late.filter(~(once & cause.is_in(list(_SINGLE))))
+    return late.filter(~(once & cause.is_in(list(_SINGLE_CALL_CAUSES))))
 
 
-def _while_late(context: Context) -> pl.DataFrame:
+def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
     """What the threads that launch do while the GPU waits for them, `Context.stretches`."""
-    host = context.stretches(context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH))
+    host = context.stretches(context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH))
     parts = [host.clear()]
     # of each gap as much as is late, from where that begins
-    all_late = _late(context).drop_nulls("launch").group_by("trace", "gap", "step").agg(
+    all_late = _select_late_gaps(context).drop_nulls("launch").group_by("trace", "gap", "step").agg(
         pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum()
     )  # fmt: skip
     rank = host["rank"].to_numpy()
-    for trace, late in context.by_trace(all_late):
+    for trace, late in context.split_by_trace(all_late):
         rows = host[np.flatnonzero(rank == trace.rank)] if len(context.traces) > 1 else host
         # lanes one after the other on one axis
         width = trace.end_ns - trace.start_ns + 1
@@ -109,36 +121,38 @@ def _while_late(context: Context) -> pl.DataFrame:
         start = late["start_ns"].to_numpy() + offset
         lanes = rows["lane"].to_numpy().astype(np.int64) * width
         low, high = (rows[name].to_numpy() + lanes for name in ("start_ns", "end_ns"))
-        shared = overlaps(low, high, union(start, start + late["duration_ns"].to_numpy()))
-        at = pl.DataFrame({"start_ns": shared.start - lanes[shared.left], "end_ns": shared.end - lanes[shared.left]})
-        parts.append(rows[["rank", "lane"]][shared.left].hstack(at))
+        shared = find_overlaps(low, high, merge_intervals(start, start + late["duration_ns"].to_numpy()))
+        shared_times = pl.DataFrame(
+            {"start_ns": shared.start - lanes[shared.left], "end_ns": shared.end - lanes[shared.left]}
+        )
+        parts.append(rows[["rank", "lane"]][shared.left].hstack(shared_times))
     return pl.concat(parts)
 
 
-def _loops(trace: Trace) -> pl.DataFrame:
+def _find_element_loops(trace: Trace) -> pl.DataFrame:
     """Loops over the elements of a tensor, as runs of one operator: name, calls, step, first and last (events).
 
     `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's. What a data loader
     does is its own matter.
     """
-    words, is_op = vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
-    parent, lane = column(trace, "parent", NO_ROW), column(trace, "lane")
-    inside = gather_rows(is_op | gather_rows(words.matching(LOADING), words.code), parent)
-    row = np.flatnonzero(is_op & ((parent < 0) | ~inside))
+    vocabulary, is_op = build_vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
+    parent, lane = get_event_column(trace, "parent", NO_ROW), get_event_column(trace, "lane")
+    is_nested = gather_rows(is_op | gather_rows(vocabulary.matching(DATA_LOADING_PATTERN), vocabulary.code), parent)
+    row = np.flatnonzero(is_op & ((parent < 0) | ~is_nested))
     row = row[np.argsort(lane[row], kind="stable")]
     # where a run begins: what comes before it is of another lane, step, parent or name
-    begins = np.ones(row.size, dtype=np.bool_)
-    columns = [values[row] for values in (lane, column(trace, "step", NULL), parent, words.code)]
-    begins[1:] = np.any([values[1:] != values[:-1] for values in columns], axis=0)
-    first = np.flatnonzero(begins)
+    is_run_start = np.ones(row.size, dtype=np.bool_)
+    columns = [values[row] for values in (lane, get_event_column(trace, "step", NULL), parent, vocabulary.code)]
+    is_run_start[1:] = np.any([values[1:] != values[:-1] for values in columns], axis=0)
+    first = np.flatnonzero(is_run_start)
     calls = np.diff(np.append(first, row.size))
-    run = np.flatnonzero(calls >= _LOOP)
+    run = np.flatnonzero(calls >= _MIN_LOOP_CALLS)
     before, last = row[first[np.maximum(run - 1, 0)]], row[first[run] + calls[run] - 1]
     events = trace.events[["name", "lane", "step"]]
-    loops, above = events[row[first[run]]], events[before]
-    parts = ((above["name"] == "aten::unbind") & (above["lane"] == loops["lane"])).to_numpy() & (run > 0)
+    loops, preceding = events[row[first[run]]], events[before]
+    parts = ((preceding["name"] == "aten::unbind") & (preceding["lane"] == loops["lane"])).to_numpy() & (run > 0)
     numbers = {"first": np.where(parts, before, row[first[run]]), "last": last, "calls": calls[run]}
-    return loops.hstack(pl.DataFrame(numbers)).filter(pl.lit(pl.Series(parts)) | pl.col("name").is_in(_OF_ELEMENTS))
+    return loops.hstack(pl.DataFrame(numbers)).filter(pl.lit(pl.Series(parts)) | pl.col("name").is_in(_ELEMENT_OPS))
 
 
 def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
@@ -146,87 +160,92 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
     nodes, edges = context.graph.nodes, context.graph.edges
     in_loops = np.zeros(nodes.height, dtype=np.bool_)
     calls: dict[str, int] = {}
-    host = context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
     for trace in context.traces:
-        loops = context.in_step(context.ask(trace, _loops))
-        for row in (loops.sort("calls", descending=True).head(_MOST_LOOPS) if loops.height else loops).to_dicts():
-            ends = [np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
-            if ends[0].size and ends[1].size:
+        loops = context.in_step(context.ask(trace, _find_element_loops))
+        for row in (loops.sort("calls", descending=True).head(_MAX_LOOPS) if loops.height else loops).to_dicts():
+            end_nodes = [
+                np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")
+            ]
+            if end_nodes[0].size and end_nodes[1].size:
                 in_loops |= (
-                    host & (lane == lane[ends[0][0]]) & (start >= start[ends[0][0]]) & (start <= start[ends[1]].max())
+                    host
+                    & (lane == lane[end_nodes[0][0]])
+                    & (start >= start[end_nodes[0][0]])
+                    & (start <= start[end_nodes[1]].max())
                 )
                 calls[row["name"]] = calls.get(row["name"], 0) + row["calls"]
     launched = edges["target"].filter(
         (edges["kind"].cast(pl.String) == "launch") & pl.Series(in_loops)[edges["source"]]
     )
     in_loops[launched.to_numpy()] = True
-    return in_loops & ~context.of_kind(*gs.COMMUNICATION), calls
+    return in_loops & ~context.select_kinds(*gs.COMMUNICATION), calls
 
 
-def python_bound(context: Context) -> Iterator[Message]:
+def find_python_bound(context: Context) -> Iterator[Message]:
     """Python between operators holds up the step."""
-    if not context.of_kind(gs.HOST).any() or not (context.graph.nodes["category"] == cat.OP).any():
+    if not context.select_kinds(gs.HOST).any() or not (context.graph.nodes["category"] == cat.OP).any():
         yield Abstention("python-bound", "no operators were recorded: what the host did is unknown")
         return
     if waits_for_requests(context):
-        yield Abstention("python-bound", IDLE)
+        yield Abstention("python-bound", PROGRAM_WAITS)
         return
     if context.sampled:
-        yield Abstention("python-bound", SAMPLED)
+        yield Abstention("python-bound", OPERATORS_SAMPLED)
         return
     loops, calls = find_loops(context)
-    if context.work_ns(loops & ~context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)) >= _LEAST_GAP * context.whole_ns:
-        host = loops & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
-        many = ", ".join(
-            f"{shorten_name(name)} {units.count(count)} times" for name, count in sorted(calls.items())[:3]
+    if context.work_ns(loops & ~context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL)) >= _MIN_GAP_SHARE * context.whole_ns:
+        host = loops & context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
+        call_list = ", ".join(
+            f"{shorten_name(name)} {units.format_count(count)} times" for name, count in sorted(calls.items())[:3]
         )
         yield Candidate(
-            title=f"a loop over the elements of a tensor calls {many}: {units.duration(context.work_ns(host))} of "
-            f"{context.where}{context.over_ranks}",
-            changes=(Change("remove", Chosen("loops over elements", loops)),),
+            title=f"a loop over the elements of a tensor calls {call_list}: {units.format_duration(context.work_ns(host))} of "
+            f"{context.where}{context.rank_sum_suffix}",
+            changes=(Change("remove", NodeSelection("loops over elements", loops)),),
             confidence=0.5,
             advice="One call for the whole tensor takes hardly longer than one of these; where Python needs the "
             "values, `tensor.tolist()` reads them at once.",
             evidence=context.evidence(host),
         )
     work = context.graph.nodes["work_ns"].to_numpy()
-    short = between_operators(context) & ~loops & (work < long_ns(context))
+    short = select_time_between_operators(context) & ~loops & (work < compute_min_pause_ns(context))
     if not short.any():
         return
     time = context.work_ns(short)
-    if time < _LEAST_PYTHON * context.whole_ns * max(context.rank_count, 1):
+    if time < _MIN_PYTHON_SHARE * context.whole_ns * max(context.rank_count, 1):
         return  # as much lies between the operators of any step, most of it the cost of recording them
     slower = "; recording stacks makes it look longer than it is" if context.stacks else ""
     yield Candidate(
-        title=f"Python between operators takes {units.duration(time)} of {context.where}{context.over_ranks}{slower}",
-        changes=(Change("scale", Chosen("Python between operators", short, "think"), _LEFT),),
+        title=f"Python between operators takes {units.format_duration(time)} of {context.where}{context.rank_sum_suffix}{slower}",
+        changes=(Change("scale", NodeSelection("Python between operators", short, "think"), _PYTHON_LEFT),),
         confidence=0.3 if context.stacks else 0.4,
         advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
         "change, log less often.",
         evidence=context.evidence(short),
-        at_most_ns=context.step_ran_ns,  # who waits runs no Python
+        at_most_ns=context.step_thread_cpu_ns,  # who waits runs no Python
     )
 
 
-def small_kernels(context: Context) -> Iterator[Message]:
+def find_small_kernels(context: Context) -> Iterator[Message]:
     """Runs of elementwise kernels that one kernel could do."""
-    chosen = Selection("kernels", _ELEMENTWISE)
-    mask = chosen.nodes(context.graph)
+    selection = Selection("kernels", _ELEMENTWISE_PATTERN)
+    mask = selection.nodes(context.graph)
     count = int(mask.sum())
-    if count < _MANY * context.step_count:
+    if count < _MIN_KERNELS_PER_STEP * context.step_count:
         return
     source, target = (context.graph.edges[end].to_numpy() for end in ("source", "target"))
     streams = (context.graph.edges["kind"].cast(pl.String) == "stream").to_numpy()
     following = np.zeros(mask.size, dtype=np.bool_)
     following[target[streams & mask[source] & mask[target]]] = True
-    many = int(following.sum())
-    if many < _MANY // 2 * context.step_count:
+    follower_count = int(following.sum())
+    if follower_count < _MIN_KERNELS_PER_STEP // 2 * context.step_count:
         return
-    own = [context.many(int(context.own(nodes).sum())) for nodes in (following, mask)]
+    counts = [context.many(int(context.own(nodes).sum())) for nodes in (following, mask)]
     yield Candidate(
-        title=f"{own[0]} of {own[1]} elementwise kernels follow another one: they could be one",
-        changes=(Change("fuse", chosen),),
+        title=f"{counts[0]} of {counts[1]} elementwise kernels follow another one: they could be one",
+        changes=(Change("fuse", selection),),
         confidence=0.6,
         advice="Let torch.compile fuse them, or use fused operators.",
         evidence=(
@@ -237,58 +256,58 @@ def small_kernels(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("launch-bound", "launches come too late for the GPU", launch_bound),
-    FindingRule("python-bound", "Python between operators decides the step", python_bound),
-    FindingRule("small-kernels", "many small kernels that could be one", small_kernels),
+    FindingRule("launch-bound", "launches come too late for the GPU", find_launch_bound),
+    FindingRule("python-bound", "Python between operators decides the step", find_python_bound),
+    FindingRule("small-kernels", "many small kernels that could be one", find_small_kernels),
 )
 
 Ints = NDArray[np.int64]
 
-_COPIES = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten|repeat)$"
-_COPIES_BACK = r"^autograd::engine::evaluate_function: (?:CloneBackward|ToCopyBackward|CopyBackwards|CopySlices)"
-_COPYING = r"^aten::(?:copy_|clone|_to_copy)$"
+_COPY_OPS = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten|repeat)$"
+_BACKWARD_COPY_OPS = r"^autograd::engine::evaluate_function: (?:CloneBackward|ToCopyBackward|CopyBackwards|CopySlices)"
+_COPYING_OPS = r"^aten::(?:copy_|clone|_to_copy)$"
 # Copies that these make are theirs: the bytes have to get from one place to another.
-_OWN = r"^(?:Optimizer\.|FSDP::|gloo:|enumerate\(DataLoader\))"
-_LEAST_SHARE = 0.02
-_SHORT_NS = 100_000  # Python behind an operator that takes no longer is part of calling it
+_OWN_COPIES_PATTERN = r"^(?:Optimizer\.|FSDP::|gloo:|enumerate\(DataLoader\))"
+_MIN_SHARE = 0.02
+_MAX_SHORT_NS = 100_000  # Python behind an operator that takes no longer is part of calling it
 _NO_LANE = 2**32 - 1
-_PERIOD = 6  # operators at most of which a stretch of tiny ones is made
-_TIMES = 24  # at least that these come one after the other
-_TINY_NS = 40_000  # most of them take no longer, recorded
-_LEAST_TINY = 0.05  # of the step
-_HOST = (gs.HOST, gs.THINK)
+_MAX_PERIOD = 6  # operators at most of which a stretch of tiny ones is made
+_MIN_REPETITIONS = 24  # at least that these come one after the other
+_MAX_TINY_NS = 40_000  # most of them take no longer, recorded
+_MIN_TINY_SHARE = 0.05  # of the step
+_HOST_KINDS = (gs.HOST, gs.THINK)
 
 
-def extra_copies(context: Context) -> Iterator[Message]:
+def find_host_copies(context: Context) -> Iterator[Message]:
     """Copies that the program asks for itself."""
-    if context.on_device:
+    if context.has_gpu_work:
         yield Abstention("host-copies", "the device computes: see device-copies and needless-copies")
         return
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    count, by_name = 0, pl.DataFrame()
+    count, name_times = 0, pl.DataFrame()
     for trace in context.traces:
-        rows = context.in_step(context.ask(trace, _copies))
+        rows = context.in_step(context.ask(trace, _find_copy_operators))
         count += rows.height
-        by_name = pl.concat([by_name, rows.select("name", "duration_ns")])
+        name_times = pl.concat([name_times, rows.select("name", "duration_ns")])
         if rows.height:
             mask |= context.below(trace, rows["event"])
     # the short stretch of Python behind each: it calls the next one, and gives the memory back
     nodes = context.graph.nodes
     order = nodes.select("rank", "lane", "start_ns", "node").with_row_index("at")
     order = order.sort("rank", "lane", "start_ns", "node")
-    at, lane = order["at"].to_numpy(), order["lane"].fill_null(_NO_LANE).to_numpy()
-    follows = np.zeros(at.size, dtype=np.bool_)
-    follows[at[1:]] = mask[at[:-1]] & (lane[1:] == lane[:-1])
-    mask |= follows & between_operators(context) & (nodes["work_ns"].to_numpy() <= _SHORT_NS)
-    time = context.work_ns(mask & context.of_kind(*_HOST))
-    if not count or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
+    rows_in_order, lane = order["at"].to_numpy(), order["lane"].fill_null(_NO_LANE).to_numpy()
+    follows = np.zeros(rows_in_order.size, dtype=np.bool_)
+    follows[rows_in_order[1:]] = mask[rows_in_order[:-1]] & (lane[1:] == lane[:-1])
+    mask |= follows & select_time_between_operators(context) & (nodes["work_ns"].to_numpy() <= _MAX_SHORT_NS)
+    time = context.work_ns(mask & context.select_kinds(*_HOST_KINDS))
+    if not count or time < _MIN_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
-    sums = by_name.group_by("name").agg(pl.col("duration_ns").sum())
+    sums = name_times.group_by("name").agg(pl.col("duration_ns").sum())
     sums = sums.sort("duration_ns", "name", descending=[True, False])
     yield Candidate(
-        title=f"{units.count(count)} copies of tensors on the host take {units.duration(time)} of {context.where}"
-        f"{context.over_ranks}, most of it in {shorten_name(sums['name'][0])}",
-        changes=(Change("remove", Chosen("copies of tensors on the host", mask, "ops")),),
+        title=f"{units.format_count(count)} copies of tensors on the host take {units.format_duration(time)} of {context.where}"
+        f"{context.rank_sum_suffix}, most of it in {shorten_name(sums['name'][0])}",
+        changes=(Change("remove", NodeSelection("copies of tensors on the host", mask, "ops")),),
         confidence=0.4,
         advice="Leave out unneeded clones and conversions; keep one layout and one type: each "
         "`.contiguous()`, `.to()` and `reshape` of a transposed tensor writes all of it anew, and its gradient, too.",
@@ -296,68 +315,71 @@ def extra_copies(context: Context) -> Iterator[Message]:
     )
 
 
-def _copies(trace: Trace) -> pl.DataFrame:
+def _find_copy_operators(trace: Trace) -> pl.DataFrame:
     """Outermost operators that copy, without those of the optimizer, of FSDP and of the loader."""
     events = trace.events
     names, parent = events["name"], events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
     is_op = (events["category"] == cat.OP).to_numpy()
-    copying = names.str.contains(_COPYING).to_numpy() & is_op
-    back = names.str.contains(_COPIES_BACK).to_numpy()
-    candidate = np.flatnonzero((names.str.contains(_COPIES).to_numpy() & is_op) | back)
+    copying = names.str.contains(_COPYING_OPS).to_numpy() & is_op
+    back = names.str.contains(_BACKWARD_COPY_OPS).to_numpy()
+    candidate = np.flatnonzero((names.str.contains(_COPY_OPS).to_numpy() & is_op) | back)
     outer = candidate[(parent[candidate] < 0) | ~is_op[np.maximum(parent[candidate], 0)]]
     has_copying = np.zeros(parent.size, dtype=np.bool_)  # inside
-    above = parent[np.flatnonzero(copying)]
-    while (above := above[above >= 0]).size:  # one turn per level of nesting
-        has_copying[above] = True
-        above = parent[above]
-    inside = has_copying[outer] | copying[outer] | back[outer]
-    own = _below(parent, names.str.contains(_OWN).to_numpy(), outer)
-    kept = outer[inside & ~own]
-    rows: pl.DataFrame = events.select("event", pl.col("name").cast(pl.String), "duration_ns", "step")[kept]
+    ancestors = parent[np.flatnonzero(copying)]
+    while (ancestors := ancestors[ancestors >= 0]).size:  # one turn per level of nesting
+        has_copying[ancestors] = True
+        ancestors = parent[ancestors]
+    does_copy = has_copying[outer] | copying[outer] | back[outer]
+    is_internal = _is_inside_marked(parent, names.str.contains(_OWN_COPIES_PATTERN).to_numpy(), outer)
+    selected = outer[does_copy & ~is_internal]
+    rows: pl.DataFrame = events.select("event", pl.col("name").cast(pl.String), "duration_ns", "step")[selected]
     return rows
 
 
-def _below(parent: Ints, marked: Bools, events: Ints) -> Bools:
+def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
     """Which of some events lie inside a marked one."""
-    inside = np.zeros(events.size, dtype=np.bool_)
-    above = parent[events]
-    while (above >= 0).any():
-        inside |= (above >= 0) & marked[np.maximum(above, 0)]
-        above = np.where(above >= 0, parent[np.maximum(above, 0)], -1)
-    return inside
+    is_inside = np.zeros(events.size, dtype=np.bool_)
+    ancestor = parent[events]
+    while (ancestor >= 0).any():
+        is_inside |= (ancestor >= 0) & marked[np.maximum(ancestor, 0)]
+        ancestor = np.where(ancestor >= 0, parent[np.maximum(ancestor, 0)], -1)
+    return is_inside
 
 
-def tiny_operators(context: Context) -> Iterator[Message]:
+def find_tiny_operators(context: Context) -> Iterator[Message]:
     """The same few small operators again and again."""
-    if context.on_device:
+    if context.has_gpu_work:
         yield Abstention("tiny-operators", "the device computes: see launch-bound and small-kernels")
         return
     in_loops, _ = find_loops(context)
     nodes = context.graph.nodes
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
-    host = context.of_kind(*_HOST) & ~in_loops
-    mask, left = np.zeros(nodes.height, dtype=np.bool_), np.ones(nodes.height)
+    host = context.select_kinds(*_HOST_KINDS) & ~in_loops
+    mask, remaining_share = np.zeros(nodes.height, dtype=np.bool_), np.ones(nodes.height)
     calls = 0
     for trace in context.traces:
-        for row in context.in_step(context.ask(trace, _stretches)).to_dicts():
-            ends = [np.flatnonzero(context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
-            if not ends[0].size or not ends[1].size:
+        for row in context.in_step(context.ask(trace, _find_repeated_operators)).to_dicts():
+            end_nodes = [np.flatnonzero(context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
+            if not end_nodes[0].size or not end_nodes[1].size:
                 continue
-            stretch = (
-                host & (lane == lane[ends[0][0]]) & (start >= start[ends[0]].min()) & (start <= start[ends[1]].max())
+            run_nodes = (
+                host
+                & (lane == lane[end_nodes[0][0]])
+                & (start >= start[end_nodes[0]].min())
+                & (start <= start[end_nodes[1]].max())
             )
-            mask |= stretch
-            left[stretch] = 1 / row["times"]
+            mask |= run_nodes
+            remaining_share[run_nodes] = 1 / row["times"]
             calls += row["calls"]
     work = nodes["work_ns"].to_numpy()
     time = int(work[mask].sum())
-    if time < _LEAST_TINY * context.whole_ns * max(context.rank_count, 1):
+    if time < _MIN_TINY_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
-    remains = float((work[mask] * left[mask]).sum() / max(time, 1))
+    remains = float((work[mask] * remaining_share[mask]).sum() / max(time, 1))
     yield Candidate(
-        title=f"{units.count(calls)} tiny operators, the same few again and again, take {units.duration(time)} of "
-        f"{context.where}{context.over_ranks}",
-        changes=(Change("scale", Chosen("tiny operators, each kind once", mask, "host"), remains),),
+        title=f"{units.format_count(calls)} tiny operators, the same few again and again, take {units.format_duration(time)} of "
+        f"{context.where}{context.rank_sum_suffix}",
+        changes=(Change("scale", NodeSelection("tiny operators, each kind once", mask, "host"), remains),),
         confidence=0.5,
         advice="Do it for all elements at once: stack the tensors and call each operator once, use the `_foreach_` or "
         "fused variant, or compile the function (torch.compile).",
@@ -365,20 +387,20 @@ def tiny_operators(context: Context) -> Iterator[Message]:
     )
 
 
-def _stretches(trace: Trace) -> pl.DataFrame:
+def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
     """Stretches in which a few outermost operators repeat: first and last (events), step, calls, times.
 
     Those that make a batch are the loader's: `data-starved` has them.
     """
     schema = {"first": pl.UInt32, "last": pl.UInt32, "step": pl.Int32, "calls": pl.Int64, "times": pl.Int64}
     events = trace.events
-    above = events["parent"].fill_null(0)
+    parent_row = events["parent"].fill_null(0)
     is_op = events["category"] == cat.OP
-    inner = events["parent"].is_not_null() & is_op.gather(above)
+    inner = events["parent"].is_not_null() & is_op.gather(parent_row)
     loading = np.zeros(events.height, dtype=np.bool_)
-    loading[loader_calls(trace)] = True
+    loading[find_loader_calls(trace)] = True
     parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
-    makes_batch = pl.Series(_below(parent, loading, np.arange(events.height)))
+    makes_batch = pl.Series(_is_inside_marked(parent, loading, np.arange(events.height)))
     ops = (
         events.filter(is_op & ~inner & ~makes_batch)
         .select("event", "name", "lane", "parent", "step", "start_ns", "duration_ns")
@@ -386,23 +408,23 @@ def _stretches(trace: Trace) -> pl.DataFrame:
         .with_columns(key=pl.struct("name", "lane", "parent", "step").rank("dense"))
     )
     key, took = ops["key"].to_numpy(), ops["duration_ns"].to_numpy()
-    taken = np.zeros(key.size, dtype=np.bool_)
-    stretches: list[tuple[int, int, int | None, int, int]] = []
-    for period in range(1, min(_PERIOD, key.size - 1) + 1):
+    used = np.zeros(key.size, dtype=np.bool_)
+    runs: list[tuple[int, int, int | None, int, int]] = []
+    for period in range(1, min(_MAX_PERIOD, key.size - 1) + 1):
         same = np.flatnonzero(
             np.diff(np.concatenate([[False], key[period:] == key[:-period], [False]]).astype(np.int8))
         )
         for low, high in same.reshape(-1, 2).tolist():
             last = high + period - 1
             times = (last + 1 - low) // period
-            if times < _TIMES or taken[low : last + 1].any() or np.median(took[low : last + 1]) > _TINY_NS:
+            if times < _MIN_REPETITIONS or used[low : last + 1].any() or np.median(took[low : last + 1]) > _MAX_TINY_NS:
                 continue
-            taken[low : last + 1] = True
-            stretches.append((ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times))
-    return pl.DataFrame(stretches, schema=schema, orient="row")
+            used[low : last + 1] = True
+            runs.append((ops["event"][low], ops["event"][last], ops["step"][low], last + 1 - low, times))
+    return pl.DataFrame(runs, schema=schema, orient="row")
 
 
 HOST_OPERATORS_RULES = (
-    FindingRule("host-copies", "copies of tensors on the host", extra_copies),
-    FindingRule("tiny-operators", "many tiny operators on the host", tiny_operators),
+    FindingRule("host-copies", "copies of tensors on the host", find_host_copies),
+    FindingRule("tiny-operators", "many tiny operators on the host", find_tiny_operators),
 )

@@ -13,91 +13,102 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.host_events import BACKWARD, COMMUNICATION, SPAN_PHASES, WORD_PHASES
-from traceloom.analyze.idle import COLLECTIONS
-from traceloom.changes.changes import LOADING, Change, Chosen, Selection, named
-from traceloom.findings.context import NAMELESS, Bools, Context, outermost_operator, shorten_name
+from traceloom.analyze.host_events import BACKWARD, COMMUNICATION, SPAN_PHASE_PATTERNS, WORD_PHASE_PATTERNS
+from traceloom.analyze.idle import GARBAGE_COLLECTION_PATTERN
+from traceloom.changes.changes import DATA_LOADING_PATTERN, Change, NodeSelection, Selection, match_node_names
+from traceloom.findings.context import UNNAMED_HOST_TIME, Bools, Context, get_outermost_operator, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as gs
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
-from traceloom.trace.batch import stacked
+from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
-_LONG = 0.02  # of the window: one stretch of host time this long is a pause,
-_LONG_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
-_STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
-_BUSY = 0.5  # of its time a thread runs at least: it works
-_MOST_RANKS = 4
-_FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
-_ASLEEP = 0.2  # at most: it waits
-_BACKWARD = next(pattern for phase, pattern in WORD_PHASES if phase == BACKWARD)
-_COLLECTIVES = "|".join(pattern for phase, pattern in SPAN_PHASES if phase == COMMUNICATION)
-_ENGINE = "autograd::engine::"
-_ADDS_UP = "AccumulateGrad"  # runs on the main thread, too
-_UNSEEN = "what the host waits for in the backward pass was not recorded: the operators of another thread"
-SAMPLED = "most operators were left out of the file: nobody knows what lies between those in it"
-IDLE = "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
+_MIN_PAUSE_SHARE = 0.02  # of the window: one stretch of host time this long is a pause,
+_MIN_PAUSE_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
+_STEP_PATTERN = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
+_MIN_BUSY_SHARE = 0.5  # of its time a thread runs at least: it works
+_MAX_RANKS = 4
+_OUTLIER_FACTOR = 2.0  # times as long as the middle one of the others: the pause is this rank's
+_MAX_ASLEEP_SHARE = 0.2  # at most: it waits
+_BACKWARD_PATTERN = next(pattern for phase, pattern in WORD_PHASE_PATTERNS if phase == BACKWARD)
+_COLLECTIVES_PATTERN = "|".join(pattern for phase, pattern in SPAN_PHASE_PATTERNS if phase == COMMUNICATION)
+_AUTOGRAD_ENGINE = "autograd::engine::"
+_ACCUMULATE_GRAD = "AccumulateGrad"  # runs on the main thread, too
+_BACKWARD_NOT_RECORDED = (
+    "what the host waits for in the backward pass was not recorded: the operators of another thread"
+)
+OPERATORS_SAMPLED = "most operators were left out of the file: nobody knows what lies between those in it"
+PROGRAM_WAITS = (
+    "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
+)
 
 
-def pauses(context: Context) -> Iterator[Message]:
+def find_pauses(context: Context) -> Iterator[Message]:
     """The host does one other thing for long: a pause, a write, a log."""
     if waits_for_requests(context):
-        yield Abstention("host-pause", IDLE)
+        yield Abstention("host-pause", PROGRAM_WAITS)
         return
     if context.sampled:
-        yield Abstention("host-pause", SAMPLED)
+        yield Abstention("host-pause", OPERATORS_SAMPLED)
         return
-    python = between_operators(context)
+    python = select_time_between_operators(context)
     work = context.graph.nodes["work_ns"].to_numpy()
-    long = python & (work >= long_ns(context))
+    long = python & (work >= compute_min_pause_ns(context))
     if not long.any():
         return
     # regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere
     nodes = context.graph.nodes
-    name, of_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
-    seen = of_rank.filter(name.str.starts_with(_ENGINE) & ~name.str.ends_with(_ADDS_UP)).unique()
-    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD)
-    unseen: Bools = long & (backward.fill_null(value=False) & ~of_rank.is_in(seen.implode())).to_numpy()
+    name, node_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
+    recorded_ranks = node_rank.filter(
+        name.str.starts_with(_AUTOGRAD_ENGINE) & ~name.str.ends_with(_ACCUMULATE_GRAD)
+    ).unique()
+    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD_PATTERN)
+    unseen: Bools = long & (backward.fill_null(value=False) & ~node_rank.is_in(recorded_ranks.implode())).to_numpy()
     if unseen.any():
-        yield Abstention("host-pause", _UNSEEN)
+        yield Abstention("host-pause", _BACKWARD_NOT_RECORDED)
         long &= ~unseen
     if context.steps is None:  # threads of a program without steps that sleep, wait for work: that is no pause
-        long &= ~context.asleep(long, _ASLEEP)
+        long &= ~context.select_sleeping_nodes(long, _MAX_ASLEEP_SHARE)
     if not long.any():
         return
-    ranks = context.ranks_of(long)
+    ranks = context.list_ranks(long)
     if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
         rank_of = context.graph.rank_numbers
         times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
-        by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
-        for rank in by_time[:_MOST_RANKS]:
+        ordered_ranks = sorted(ranks, key=lambda rank: (-times[rank], rank))
+        for rank in ordered_ranks[:_MAX_RANKS]:
             yield _pause(context, long & (rank_of == rank), (rank,))
-        others = [times[rank] for rank in by_time[1:]] + [0] * (context.rank_count - len(ranks))
-        if times[by_time[0]] >= _FAR_MORE * float(np.median(others)):
+        other_times = [times[rank] for rank in ordered_ranks[1:]] + [0] * (context.rank_count - len(ranks))
+        if times[ordered_ranks[0]] >= _OUTLIER_FACTOR * float(np.median(other_times)):
             return  # the others pause now and then
     yield _pause(context, long, tuple(ranks))
 
 
-def between_operators(context: Context) -> Bools:
+def select_time_between_operators(context: Context) -> Bools:
     """Host time between operators that no other rule is about."""
     nodes = context.graph.nodes
-    frames = pl.Series(context.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
-    between = context.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
-    others = (named(context.graph, pattern) for pattern in (LOADING, COLLECTIONS, _COLLECTIVES))
-    unclaimed: Bools = between & ~reduce(or_, others)
+    frames = pl.Series(context.select_kinds(gs.HOST)) & nodes["category"].cast(pl.String).is_in(
+        [cat.ANNOTATION, cat.PYTHON]
+    )
+    between = context.select_kinds(gs.THINK) | frames.fill_null(value=False).to_numpy()
+    claimed_masks = (
+        match_node_names(context.graph, pattern)
+        for pattern in (DATA_LOADING_PATTERN, GARBAGE_COLLECTION_PATTERN, _COLLECTIVES_PATTERN)
+    )
+    unclaimed: Bools = between & ~reduce(or_, claimed_masks)
     return unclaimed
 
 
 def waits_for_requests(context: Context) -> bool:
     """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
-    return context.steps is None and context.running is not None and context.running < _BUSY
+    return context.steps is None and context.running is not None and context.running < _MIN_BUSY_SHARE
 
 
-def long_ns(context: Context) -> float:
+def compute_min_pause_ns(context: Context) -> float:
     """From how long on a stretch of host time is a pause."""
-    return max(_LONG * context.whole_ns / context.step_count, _LONG_NS)
+    return max(_MIN_PAUSE_SHARE * context.whole_ns / context.step_count, _MIN_PAUSE_NS)
 
 
 def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
@@ -106,24 +117,26 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     evidence = context.evidence(long)
     label = evidence[0].what
     count = int(long.sum())
-    detail = "" if _STEP.match(label) or label == NAMELESS else f": {label}"
-    alone = context.rank_count > 1 and len(ranks) == 1
-    who = f"the host of rank {ranks[0]}" if alone else "the host"
-    over = "" if len(ranks) == 1 else context.over_ranks
+    detail = "" if _STEP_PATTERN.match(label) or label == UNNAMED_HOST_TIME else f": {label}"
+    single_rank = context.rank_count > 1 and len(ranks) == 1
+    subject = f"the host of rank {ranks[0]}" if single_rank else "the host"
+    ranks_note = "" if len(ranks) == 1 else context.rank_sum_suffix
     # whether the host works or waits, as far as the processor time of its threads tells
     ran = context.ran_ns(long)
     if ran is None:
         verb = "spends"
     else:
-        verb = "works" if ran[0] >= _BUSY * time else "waits" if ran[1] <= _ASLEEP * time else "spends"
+        verb = (
+            "works" if ran[0] >= _MIN_BUSY_SHARE * time else "waits" if ran[1] <= _MAX_ASLEEP_SHARE * time else "spends"
+        )
     return Candidate(
-        title=f"{who} {verb} {units.duration(time)} outside of operators"
+        title=f"{subject} {verb} {units.format_duration(time)} outside of operators"
         + ("" if context.step_count == 1 else f" in {context.where}")
-        + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
+        + ("" if count == 1 else f" in {units.format_count(count)} long stretches{ranks_note}")
         + detail,
         changes=(
-            Change("remove", Chosen(f"{f'rank {ranks[0]}: ' if alone else ''}long host stretches between operators",
-                                    long, "think", ranks if alone else ())),
+            Change("remove", NodeSelection(f"{f'rank {ranks[0]}: ' if single_rank else ''}long host stretches between operators",
+                                    long, "think", ranks if single_rank else ())),
         ),
         confidence=0.6 if context.stacks else 0.5,
         advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
@@ -132,7 +145,7 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     )  # fmt: skip
 
 
-RULES = (FindingRule("host-pause", "the host does something else for long", pauses),)
+RULES = (FindingRule("host-pause", "the host does something else for long", find_pauses),)
 
 _KINDS = {
     "item": ("blocking-item", "reading values (`.item()`, `float(tensor)`, `if tensor:`)"),
@@ -166,9 +179,9 @@ _TITLES = {
     "device-allocation": "device memory is allocated in the step",
     "module-loading": "code is loaded onto the device in the step",
 }
-_GONE = ("device-allocation", "module-loading")  # the calls themselves go, not only their waiting
+_REMOVABLE_CALLS = ("device-allocation", "module-loading")  # the calls themselves go, not only their waiting
 # A profiler waits for the device when it begins and ends: that is no part of the program.
-_PROFILER = re.compile(r"(?i)profil|traceloom/capture")
+_PROFILER_PATTERN = re.compile(r"(?i)profil|traceloom/capture")
 
 
 @dataclass(slots=True)
@@ -184,20 +197,20 @@ class _WaitingSite:
     evidence: list[Evidence] = field(default_factory=list)
 
 
-def _of(slug: str, context: Context) -> Iterator[Message]:
+def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
     """One candidate per place in the code."""
-    if not context.on_device:
+    if not context.has_gpu_work:
         yield Abstention(slug, "no GPU work was recorded")
         return
     kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
     waiting: dict[tuple[str, str], _WaitingSite] = {}
-    for trace, row, site_calls in context.ask(context, _sites):
+    for trace, row, site_calls in context.ask(context, _list_waiting_sites):
         if row["kind"] not in kinds:
             continue
-        where = shorten_name(row["frame"]) if row["frame"] else outermost_operator(row["op"] or row["call"])
+        location = shorten_name(row["frame"]) if row["frame"] else get_outermost_operator(row["op"] or row["call"])
         # an op's copy and the synchronisation behind it wait for the same: only both together can go
         nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-        site = waiting.setdefault((row["kind"], where), _WaitingSite(row["kind"], row["call"], where, nowhere))
+        site = waiting.setdefault((row["kind"], location), _WaitingSite(row["kind"], row["call"], location, nowhere))
         site.nodes |= context.nodes_of(trace, site_calls["event"])
         site.blocked_ns += int(site_calls["blocked_ns"].sum())
         site.pageable += row["pageable_count"]
@@ -209,44 +222,46 @@ def _of(slug: str, context: Context) -> Iterator[Message]:
         if not site.nodes.any():
             continue
         label = f"{site.call} at {site.where}" if site.where != site.call else site.call
-        chosen = Chosen(label, site.nodes, "syncs")
+        selection = NodeSelection(label, site.nodes, "syncs")
         pageable = " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
-        at = f", at {site.where}" if site.where != site.call else f" ({site.call})"
-        gone = (Change("remove", chosen),) if slug in _GONE else ()
+        site_note = f", at {site.where}" if site.where != site.call else f" ({site.call})"
+        removal = (Change("remove", selection),) if slug in _REMOVABLE_CALLS else ()
         yield Candidate(
-            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.duration(site.blocked_ns)}"
-            f"{context.over_ranks}{at}",
-            changes=(Change("drop", chosen), *gone),
-            confidence=0.4 if slug in _GONE and context.steps is None else 0.7,
+            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.format_duration(site.blocked_ns)}"
+            f"{context.rank_sum_suffix}{site_note}",
+            changes=(Change("drop", selection), *removal),
+            confidence=0.4 if slug in _REMOVABLE_CALLS and context.steps is None else 0.7,
             advice=_ADVICE[slug],
             evidence=tuple(sorted(site.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
         )
 
 
-def _sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
+def _list_waiting_sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
     """Places in the code that wait in the steps: trace, row of its sites, and their calls, the longest first."""
     blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
-    calls = context.in_step(stacked(of_trace.calls for of_trace in blocking))
+    calls = context.in_step(concatenate_by_trace(trace_calls.calls for trace_calls in blocking))
     longest_first = calls.sort("blocked_ns", descending=True, maintain_order=True)
-    by_site = {(of["trace"][0], of["site"][0]): of for of in longest_first.partition_by("trace", "site")}
+    site_calls = {(group["trace"][0], group["site"][0]): group for group in longest_first.partition_by("trace", "site")}
     return [
-        (trace, row, by_site[number, site])
-        for number, (trace, of_trace) in enumerate(zip(context.traces, blocking, strict=True))
-        for site, row in enumerate(of_trace.sites.to_dicts())
-        if (number, site) in by_site
-        and not any(text is not None and _PROFILER.search(text) for text in (row["frame"], row["stack"]))
+        (trace, row, site_calls[number, site])
+        for number, (trace, trace_calls) in enumerate(zip(context.traces, blocking, strict=True))
+        for site, row in enumerate(trace_calls.sites.to_dicts())
+        if (number, site) in site_calls
+        and not any(text is not None and _PROFILER_PATTERN.search(text) for text in (row["frame"], row["stack"]))
     ]
 
 
-SYNCHRONISATION_RULES = tuple(FindingRule(slug, title, partial(_of, slug)) for slug, title in _TITLES.items())
+SYNCHRONISATION_RULES = tuple(
+    FindingRule(slug, title, partial(_find_blocking_calls, slug)) for slug, title in _TITLES.items()
+)
 
-_WORKERS = 4
+_ASSUMED_WORKERS = 4
 
 
-def data_starved(context: Context) -> Iterator[Message]:
+def find_data_starvation(context: Context) -> Iterator[Message]:
     """The main thread waits for, or makes, its batches."""
     masks = Selection("loading").nodes(context.graph)
-    waits = stacked(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
+    waits = concatenate_by_trace(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
     if not waits.height:
         yield Abstention("data-starved", "no data loader was recorded")
         return
@@ -255,22 +270,24 @@ def data_starved(context: Context) -> Iterator[Message]:
     if not waited or not masks.any():
         return
     waiting: list[pl.DataFrame] = []
-    for trace, rows in context.by_trace(waits):
+    for trace, rows in context.split_by_trace(waits):
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
         lane, end = trace.events["lane"][rows["event"]], pl.col("start_ns") + pl.col("duration_ns")
         waiting.append(rows.select(rank, lane, "start_ns", end.alias("end_ns")))
     longest = waits.sort("duration_ns", descending=True, maintain_order=True)
     longest = longest.filter(pl.int_range(pl.len()).over("trace") < 3).head(5)
-    chosen = Chosen("loading", masks, "loading")
-    change = Change("remove", chosen) if workers else Change("workers", chosen, float(_WORKERS))
-    how = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
-    advice = f"Make batches faster or further ahead: {how}." if workers else f"Make batches beside the step: {how}."
+    selection = NodeSelection("loading", masks, "loading")
+    change = Change("remove", selection) if workers else Change("workers", selection, float(_ASSUMED_WORKERS))
+    remedy = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
+    advice = (
+        f"Make batches faster or further ahead: {remedy}." if workers else f"Make batches beside the step: {remedy}."
+    )
     yield Candidate(
-        title=f"{context.where} waits {units.duration(waited)} for data{context.over_ranks}",
+        title=f"{context.where} waits {units.format_duration(waited)} for data{context.rank_sum_suffix}",
         changes=(change,),
         confidence=0.8,
         advice=advice,
-        hot_advice=None if workers else f"{{frame}}: make it faster, or make batches beside the step: {how}.",
+        hot_advice=None if workers else f"{{frame}}: make it faster, or make batches beside the step: {remedy}.",
         host=partial(pl.concat, waiting),
         evidence=tuple(
             Evidence(name, context.traces[number].rank, start_ns, ns)
@@ -279,4 +296,4 @@ def data_starved(context: Context) -> Iterator[Message]:
     )
 
 
-DATA_RULES = (FindingRule("data-starved", "the step waits for its data", data_starved),)
+DATA_RULES = (FindingRule("data-starved", "the step waits for its data", find_data_starvation),)

@@ -9,48 +9,48 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.across_ranks import LEAST_STEPS, SlowSteps
-from traceloom.analyze.idle import COLLECTIONS
-from traceloom.analyze.names import vocabulary
-from traceloom.changes.changes import Change, Chosen, named
+from traceloom.analyze.across_ranks import MIN_STEPS, SlowSteps
+from traceloom.analyze.idle import GARBAGE_COLLECTION_PATTERN
+from traceloom.analyze.names import build_vocabulary
+from traceloom.changes.changes import Change, NodeSelection, match_node_names
 from traceloom.findings.context import Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message, Remark
 from traceloom.graph import graph as gs
 from traceloom.system import units
 from traceloom.trace.arrays import gather_rows
-from traceloom.trace.batch import stacked
+from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.session import Session
 
-_AUTOTUNING = r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
-_HOST = (gs.HOST, gs.THINK, gs.LAUNCH)
-_COSTLY = 1.05  # recording that makes steps this many times longer is told
+_AUTOTUNING_PATTERN = r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
+_HOST_WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH)
+_MIN_OVERHEAD_RATIO = 1.05  # recording that makes steps this many times longer is told
 
 
-def collections(context: Context) -> Iterator[Message]:
+def find_garbage_collections(context: Context) -> Iterator[Message]:
     """Python collects garbage in the step."""
-    mask = named(context.graph, COLLECTIONS) & context.of_kind(gs.HOST, gs.THINK)
+    mask = match_node_names(context.graph, GARBAGE_COLLECTION_PATTERN) & context.select_kinds(gs.HOST, gs.THINK)
     nodes = context.graph.nodes
     # frames and annotations that the graph knows only as time of something else
     pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
-    for trace, gaps in context.by_trace(pauses):
+    for trace, gaps in context.split_by_trace(pauses):
         if mask.any():
             break
         # host nodes that hold such a pause of the device
         start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
         end = start + nodes["duration_ns"].to_numpy()
-        for low, length in gaps.select("start_ns", "duration_ns").iter_rows():
-            mask |= (start <= low) & (end >= low + length)
+        for gap_start_ns, gap_ns in gaps.select("start_ns", "duration_ns").iter_rows():
+            mask |= (start <= gap_start_ns) & (end >= gap_start_ns + gap_ns)
         if len(context.traces) > 1:
             mask &= nodes["rank"].eq_missing(pl.Series([trace.rank], dtype=pl.Int32)[0]).to_numpy()
-        mask &= context.of_kind(gs.HOST, gs.THINK)
+        mask &= context.select_kinds(gs.HOST, gs.THINK)
     if not mask.any():
-        yield from _without_host(context, "garbage-collection")
+        yield from _report_unrecorded_host(context, "garbage-collection")
         return
     yield Candidate(
-        title=f"Python collects garbage for {units.duration(context.work_ns(mask))} in {context.where}"
-        f"{context.over_ranks}",
-        changes=(Change("remove", Chosen("garbage collection", mask, "host")),),
+        title=f"Python collects garbage for {units.format_duration(context.work_ns(mask))} in {context.where}"
+        f"{context.rank_sum_suffix}",
+        changes=(Change("remove", NodeSelection("garbage collection", mask, "host")),),
         confidence=0.8,
         advice="gc.freeze() after set-up and a higher threshold (gc.set_threshold), or gc.disable() with gc.collect() "
         "every N steps, on all ranks in the same step.",
@@ -58,28 +58,28 @@ def collections(context: Context) -> Iterator[Message]:
     )
 
 
-def _without_host(context: Context, slug: str) -> Iterator[Abstention]:
+def _report_unrecorded_host(context: Context, slug: str) -> Iterator[Abstention]:
     """What the host did not do cannot be determined where nothing of it was recorded."""
-    if not context.of_kind(gs.HOST).any():
+    if not context.select_kinds(gs.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
 
 
-def compiling(context: Context) -> Iterator[Message]:
+def find_compilations(context: Context) -> Iterator[Message]:
     """torch.compile compiles in the step."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     compilations = (context.ask(trace, analyze.compiled).compilations for trace in context.traces)
-    compilations_in_step = context.in_step(stacked(compilations))
-    for trace, rows in context.by_trace(compilations_in_step):
+    compilations_in_step = context.in_step(concatenate_by_trace(compilations))
+    for trace, rows in context.split_by_trace(compilations_in_step):
         mask |= context.below(trace, rows["event"])
-    count, recompiled = compilations_in_step.height, int(compilations_in_step["recompile"].sum())
+    compilation_count, recompilation_count = compilations_in_step.height, int(compilations_in_step["recompile"].sum())
     if not mask.any():
-        yield from _without_host(context, "compiling")
+        yield from _report_unrecorded_host(context, "compiling")
         return
-    again = f", {units.count(recompiled)} of them again" if recompiled else ""
+    recompiled_text = f", {units.format_count(recompilation_count)} of them again" if recompilation_count else ""
     yield Candidate(
-        title=f"torch.compile compiles {units.count(count)} times in {context.where}{again}: "
-        f"{units.duration(context.work_ns(mask))}{context.over_ranks}",
-        changes=(Change("remove", Chosen("compilation", mask, "host")),),
+        title=f"torch.compile compiles {units.format_count(compilation_count)} times in {context.where}{recompiled_text}: "
+        f"{units.format_duration(context.work_ns(mask))}{context.rank_sum_suffix}",
+        changes=(Change("remove", NodeSelection("compilation", mask, "host")),),
         confidence=0.8 if context.steps is not None else 0.5,
         advice="Compile before the part that is measured (warm up); avoid recompilations: mark sizes that change with "
         "mark_dynamic, keep Python numbers out of guards.",
@@ -87,23 +87,23 @@ def compiling(context: Context) -> Iterator[Message]:
     )
 
 
-def autotuning(context: Context) -> Iterator[Message]:
+def find_autotuning(context: Context) -> Iterator[Message]:
     """Kernels are tried out in the step."""
-    mask = named(context.graph, _AUTOTUNING) & context.of_kind(*_HOST, gs.KERNEL)
+    mask = match_node_names(context.graph, _AUTOTUNING_PATTERN) & context.select_kinds(*_HOST_WORK_KINDS, gs.KERNEL)
     for trace in context.traces:
-        words = vocabulary(trace)
-        fitting = words.matching(f"(?i){_AUTOTUNING}")
-        if fitting.any():
-            rows = context.in_step(trace.events[np.flatnonzero(gather_rows(fitting, words.code))])
+        vocabulary = build_vocabulary(trace)
+        is_autotuning_name = vocabulary.matching(f"(?i){_AUTOTUNING_PATTERN}")
+        if is_autotuning_name.any():
+            rows = context.in_step(trace.events[np.flatnonzero(gather_rows(is_autotuning_name, vocabulary.code))])
             host = rows.filter(pl.col("launch").is_null())
             mask |= context.below(trace, host["event"])
     if not mask.any():
-        yield from _without_host(context, "autotuning")
+        yield from _report_unrecorded_host(context, "autotuning")
         return
     yield Candidate(
-        title=f"kernels are tried out (autotuning) in {context.where}: {units.duration(context.work_ns(mask))}"
-        f"{context.over_ranks}",
-        changes=(Change("remove", Chosen("autotuning", mask, "host")),),
+        title=f"kernels are tried out (autotuning) in {context.where}: {units.format_duration(context.work_ns(mask))}"
+        f"{context.rank_sum_suffix}",
+        changes=(Change("remove", NodeSelection("autotuning", mask, "host")),),
         confidence=0.7,
         advice="Warm up with every shape first, and keep what was found: TORCHINDUCTOR_CACHE_DIR, Triton's cache; "
         "torch.backends.cudnn.benchmark=False where shapes change all the time.",
@@ -111,47 +111,51 @@ def autotuning(context: Context) -> Iterator[Message]:
     )
 
 
-def graph_breaks(context: Context) -> Iterator[Message]:
+def find_graph_breaks(context: Context) -> Iterator[Message]:
     """Compiled regions fall apart."""
-    seen, between, count = False, 0.0, 0
+    uses_compile, break_ns, break_count = False, 0.0, 0
     evidence: list[Evidence] = []
     for trace in context.traces:
         compiled = context.ask(trace, analyze.compiled)
-        seen |= compiled.seen
-        share = 1.0 if context.steps is None else context.step_count / max(trace.steps.height, 1)
+        uses_compile |= compiled.seen
+        step_share = 1.0 if context.steps is None else context.step_count / max(trace.steps.height, 1)
         for row in compiled.breaks.to_dicts():
-            between += row["between_ns"] * share
-            count += row["count"]
+            break_ns += row["between_ns"] * step_share
+            break_count += row["count"]
             line = shorten_name(row["place"] or row["resumed"] or "an unknown line")
             evidence.append(Evidence(f"break at {line}", trace.rank, count=row["count"], total_ns=row["between_ns"]))
-    if not seen:
+    if not uses_compile:
         yield Abstention("graph-breaks", "torch.compile was not seen")
         return
-    host = context.of_kind(*_HOST)
-    whole = context.work_ns(host)
-    if not count or not whole or not between:
+    host = context.select_kinds(*_HOST_WORK_KINDS)
+    host_ns = context.work_ns(host)
+    if not break_count or not host_ns or not break_ns:
         return
-    left = 1 - min(between / whole, 0.9)
+    remaining_share = 1 - min(break_ns / host_ns, 0.9)
     yield Candidate(
-        title=f"{units.count(len(evidence))} graph breaks cost the host {units.duration(round(between))} of "
-        f"{context.where}{context.over_ranks}",
-        changes=(Change("scale", Chosen("the host, by what it spends at graph breaks", host, "host"), left),),
+        title=f"{units.format_count(len(evidence))} graph breaks cost the host {units.format_duration(round(break_ns))} of "
+        f"{context.where}{context.rank_sum_suffix}",
+        changes=(
+            Change(
+                "scale", NodeSelection("the host, by what it spends at graph breaks", host, "host"), remaining_share
+            ),
+        ),
         confidence=0.4,
         advice="See them with TORCH_LOGS=graph_breaks; take prints, `.item()` and data-dependent branches out of the "
         "compiled function; compile with fullgraph=True to be told.",
         evidence=tuple(sorted(evidence, key=lambda graph_break: -(graph_break.total_ns or 0))[:4]),
-        at_most_ns=round(between),
+        at_most_ns=round(break_ns),
         host=partial(context.stretches, np.zeros_like(host)),  # which part of the host's time these are is not known
     )
 
 
-def recording(context: Context) -> Iterator[Message]:
+def check_recording_overhead(context: Context) -> Iterator[Message]:
     """Recording makes steps longer: what it shows of the host is too long."""
     ratio = context.host_ratio
     if ratio is None:
         yield Abstention("profiler-overhead", "unrecorded steps were not measured (traceloom record does)")
         return
-    if ratio < _COSTLY:
+    if ratio < _MIN_OVERHEAD_RATIO:
         return
     yield Remark(
         title=f"recording makes steps {ratio:.2f} × as long: host savings exclude that",
@@ -160,37 +164,41 @@ def recording(context: Context) -> Iterator[Message]:
     )
 
 
-def _slow_steps(session: Session) -> SlowSteps | None:
-    whole = {number for trace in session.traces for number in trace.steps.filter("complete")["step"]}
-    if len(whole) < LEAST_STEPS:
+def _compute_slow_steps(session: Session) -> SlowSteps | None:
+    complete_steps = {number for trace in session.traces for number in trace.steps.filter("complete")["step"]}
+    if len(complete_steps) < MIN_STEPS:
         return None
     return analyze.slow_steps([analyze.rank_part(trace) for trace in session.traces])
 
 
-def slow_steps(context: Context) -> Iterator[Message]:
+def find_slow_steps(context: Context) -> Iterator[Message]:
     """Steps beyond the spread of the others: savings are not estimated on them."""
-    slow = context.ask(context.session, _slow_steps) if context.across is None else context.across.slow
-    if slow is None or slow.steps["limit_ns"].null_count() == slow.steps.height:
+    slow_steps = (
+        context.ask(context.session, _compute_slow_steps)
+        if context.rank_comparison is None
+        else context.rank_comparison.slow
+    )
+    if slow_steps is None or slow_steps.steps["limit_ns"].null_count() == slow_steps.steps.height:
         yield Abstention("slow-steps", "fewer than four whole steps were recorded")
         return
-    for row in slow.steps.filter("slow").sort("over_ns", descending=True).head(2).to_dicts():
-        why = slow.differences.filter(pl.col("step") == row["step"], pl.col("more_ns") > 0).sort(
+    for row in slow_steps.steps.filter("slow").sort("over_ns", descending=True).head(2).to_dicts():
+        differences = slow_steps.differences.filter(pl.col("step") == row["step"], pl.col("more_ns") > 0).sort(
             "more_ns", descending=True
         )
         increases = [
-            f"{difference['class'].replace('_', ' ')} {units.duration(difference['more_ns'])}"
-            for difference in why.head(2).to_dicts()
+            f"{difference['class'].replace('_', ' ')} {units.format_duration(difference['more_ns'])}"
+            for difference in differences.head(2).to_dicts()
         ]
-        rank = why["rank"][0] if why.height else row["rank"]
-        where = f" on rank {rank}" if increases and row["rank_count"] > 1 else ""
-        trace = context.trace_of(rank)
+        rank = differences["rank"][0] if differences.height else row["rank"]
+        rank_text = f" on rank {rank}" if increases and row["rank_count"] > 1 else ""
+        trace = context.find_trace(rank)
         span = (None, row["duration_ns"])
         if trace is not None:
             bounds = pl.col("start_ns"), pl.col("end_ns") - pl.col("start_ns")
             span = trace.steps.filter(pl.col("step") == row["step"]).select(bounds).row(0)
         yield Remark(
-            title=f"{context.unit} {row['step']} takes {units.duration(row['over_ns'])} longer than the median one "
-            f"({units.duration(row['median_ns'])}): more {', '.join(increases) or 'of unknown origin'}{where}",
+            title=f"{context.unit} {row['step']} takes {units.format_duration(row['over_ns'])} longer than the median one "
+            f"({units.format_duration(row['median_ns'])}): more {', '.join(increases) or 'of unknown origin'}{rank_text}",
             confidence=0.7,
             advice="Look at this step alone (--steps): validation, checkpoints, collections and recompilations come "
             "every so many steps.",
@@ -199,10 +207,10 @@ def slow_steps(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("garbage-collection", "Python collects garbage in the step", collections),
-    FindingRule("compiling", "compilation in the step", compiling),
-    FindingRule("autotuning", "kernels are tried out in the step", autotuning),
-    FindingRule("graph-breaks", "compiled regions fall apart", graph_breaks),
-    FindingRule("profiler-overhead", "recording distorts what it shows", recording),
-    FindingRule("slow-steps", "steps beyond the spread of the others", slow_steps),
+    FindingRule("garbage-collection", "Python collects garbage in the step", find_garbage_collections),
+    FindingRule("compiling", "compilation in the step", find_compilations),
+    FindingRule("autotuning", "kernels are tried out in the step", find_autotuning),
+    FindingRule("graph-breaks", "compiled regions fall apart", find_graph_breaks),
+    FindingRule("profiler-overhead", "recording distorts what it shows", check_recording_overhead),
+    FindingRule("slow-steps", "steps beyond the spread of the others", find_slow_steps),
 )

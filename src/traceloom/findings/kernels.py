@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.autograd import recomputed
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.autograd import find_recomputed_work
 from traceloom.analyze.host_time import is_in_passes
-from traceloom.analyze.intervals import coverage, union
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kernel_rules import matrix_units
-from traceloom.analyze.roofline import modelled
-from traceloom.changes.changes import Change, Chosen
+from traceloom.analyze.intervals import compute_coverage, merge_intervals
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.kernel_rules import classify_matrix_units
+from traceloom.analyze.roofline import select_modelled_work
+from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Bools, Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as gs
@@ -24,15 +24,17 @@ from traceloom.trace import vocabulary as cat
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
-_REACHABLE = 0.7  # of the roofline: what good kernels reach
-_LEAST_LEFT = 0.05  # of the time of kernels, however far they are from it
-_FAR = 0.4  # of the roofline: below this there is something to gain
-_LARGEST = 6
-_LEAST_SHARE = 0.01  # of the step
-_SLOW = 1.5  # times the median of the same kernel
-_KNOWN = 5  # times that a kernel with these shapes has to be seen
-_ON_MATRIX_UNITS = 0.5  # of the time: what matrix units and aligned sizes at least bring, where no roofline is known
-_TF32 = 8.0  # compute capability from which on there is TF32
+_GOOD_ROOFLINE_SHARE = 0.7  # of the roofline: what good kernels reach
+_MIN_TIME_FACTOR = 0.05  # of the time of kernels, however far they are from it
+_LOW_ROOFLINE_SHARE = 0.4  # of the roofline: below this there is something to gain
+_MAX_OPERATORS = 6
+_MIN_SHARE = 0.01  # of the step
+_SLOW_FACTOR = 1.5  # times the median of the same kernel
+_MIN_OCCURRENCES = 5  # times that a kernel with these shapes has to be seen
+_MATRIX_UNITS_FACTOR = (
+    0.5  # of the time: what matrix units and aligned sizes at least bring, where no roofline is known
+)
+_MIN_TF32_CAPABILITY = 8.0  # compute capability from which on there is TF32
 _HINTS = {
     r"softmax": "Fuse attention: scaled_dot_product_attention never writes the scores that this reads and writes.",
     r"attention|flash|sdpa": "Try another attention backend (torch.nn.attention.sdpa_kernel), head sizes of 64 or 128, "
@@ -42,95 +44,95 @@ _HINTS = {
     r"cat|contiguous|copy|clone|_to|index|gather|scatter|transpose|permute": "Avoid the copy: preallocate and write "
     "into place, keep one memory layout, gather rows that lie together.",
 }
-_HINT = "Fuse it with its neighbours (torch.compile) or use a fused implementation."
+_DEFAULT_HINT = "Fuse it with its neighbours (torch.compile) or use a fused implementation."
 
 
-def _products(context: Context) -> tuple[Bools, Bools, bool]:
+def _find_slow_matmuls(context: Context) -> tuple[Bools, Bools, bool]:
     """Matrix products that a known reason makes slow, and whether sizes could be looked at.
 
     Those whose sizes do not fit, by operator; and of the others those that use no matrix units; shape (nodes,).
     """
     size = context.graph.nodes.height
-    odd, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
-    rules, matches = context.anti_pattern("unaligned_half_matmul")
-    for trace, rows in context.by_trace(matches):
-        odd |= context.below(trace, rows["event"])
+    unaligned, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
+    rules, matches = context.select_anti_pattern("unaligned_half_matmul")
+    for trace, rows in context.split_by_trace(matches):
+        unaligned |= context.below(trace, rows["event"])
     for trace in context.traces:
-        unused |= context.nodes_of(trace, context.ask(trace, _without_units))
-    kernels = context.of_kind(gs.KERNEL)
-    return odd & kernels, unused & kernels & ~odd, bool(rules["checked"].any())
+        unused |= context.nodes_of(trace, context.ask(trace, _select_scalar_matmuls))
+    kernels = context.select_kinds(gs.KERNEL)
+    return unaligned & kernels, unused & kernels & ~unaligned, bool(rules["checked"].any())
 
 
-def _without_units(trace: Trace) -> pl.Series:
+def _select_scalar_matmuls(trace: Trace) -> pl.Series:
     """Events of matrix products on scalar or vector units."""
-    kernels = kinds(trace).hstack([trace.events["name"][kinds(trace)["event"]]])
+    kernels = classify_kinds(trace).hstack([trace.events["name"][classify_kinds(trace)["event"]]])
     names = kernels[["name", "kind"]].unique()
-    unused = names.filter(matrix_units(names) == "unused")
+    unused = names.filter(classify_matrix_units(names) == "unused")
     return kernels.join(unused, on=["name", "kind"], how="semi")["event"] if unused.height else kernels["event"].clear()
 
 
-def _bounded(context: Context) -> pl.DataFrame:
+def _collect_modelled_work(context: Context) -> pl.DataFrame:
     """Modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound; rank after rank."""
     parts = []
     for trace in context.traces:
-        rows, events = modelled(trace).drop_nulls("roofline_ns"), trace.events
+        rows, events = select_modelled_work(trace).drop_nulls("roofline_ns"), trace.events
         rank = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, rows.height)
         name, ns = events["name"][rows["op"]].alias("op_name"), events["duration_ns"][rows["event"]].alias("ns")
         parts.append(pl.DataFrame([rank, rows["event"], name, ns, rows["roofline_ns"], rows["bound"]]))
     return pl.concat(parts)
 
 
-def _bounded_nodes(context: Context) -> pl.DataFrame:
+def _select_modelled_nodes(context: Context) -> pl.DataFrame:
     """Nodes of such work: node, op_name, duration_ns, roofline_ns (what the roofline allows)."""
     keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
-    work = context.ask(context, _bounded).select(*keys, "op_name", "roofline_ns")
+    work = context.ask(context, _collect_modelled_work).select(*keys, "op_name", "roofline_ns")
     return context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
 
 
-def _reached(context: Context, mask: Bools) -> float | None:
+def _compute_roofline_share(context: Context, mask: Bools) -> float | None:
     """The share of the roofline that some kernels reach; None where no peak is known."""
-    nodes = context.ask(context, _bounded_nodes)
-    chosen = mask[nodes["node"].to_numpy()]
-    ns, roof = (int(nodes[name].to_numpy()[chosen].sum()) for name in ("duration_ns", "roofline_ns"))
+    nodes = context.ask(context, _select_modelled_nodes)
+    selected = mask[nodes["node"].to_numpy()]
+    ns, roof = (int(nodes[name].to_numpy()[selected].sum()) for name in ("duration_ns", "roofline_ns"))
     return roof / ns if ns else None
 
 
-def _factor(reached: float) -> float:
+def _compute_time_factor(reached: float) -> float:
     """The factor on the time of kernels that reach so much, if they ran as well as good ones."""
-    return min(max(reached / _REACHABLE, _LEAST_LEFT), 1.0)
+    return min(max(reached / _GOOD_ROOFLINE_SHARE, _MIN_TIME_FACTOR), 1.0)
 
 
-def odd_sizes(context: Context) -> Iterator[Message]:
+def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
     """Matrix products in half precision whose sizes are no multiples of 8."""
-    if not context.on_device:
+    if not context.has_gpu_work:
         yield Abstention("unaligned-matmul", "no GPU work was recorded")
         return
-    odd, _, checked = context.ask(context, _products)
+    unaligned, _, checked = context.ask(context, _find_slow_matmuls)
     if not checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
         return
-    if context.work_ns(odd) < _LEAST_SHARE * context.whole_ns:
+    if context.work_ns(unaligned) < _MIN_SHARE * context.whole_ns:
         return
-    reached = _reached(context, odd)
-    time = context.work_ns(context.own(odd))
+    reached = _compute_roofline_share(context, unaligned)
+    time = context.work_ns(context.own(unaligned))
     yield Candidate(
-        title=f"{context.in_words(time)} of matrix products have sizes that are no multiples of 8{context.over_ranks}",
-        changes=(Change("scale", Chosen("matrix products of odd sizes", odd, "kernels"),
-                        _ON_MATRIX_UNITS if reached is None else _factor(reached)),),
+        title=f"{context.format_time_per_step(time)} of matrix products have sizes that are no multiples of 8{context.rank_sum_suffix}",
+        changes=(Change("scale", NodeSelection("matrix products of odd sizes", unaligned, "kernels"),
+                        _MATRIX_UNITS_FACTOR if reached is None else _compute_time_factor(reached)),),
         confidence=0.6,
         advice="Pad the last dimensions to a multiple of 8 (better 64): vocabulary, sequence length, hidden sizes; in "
         "attention, scaled_dot_product_attention pads by itself.",
-        evidence=context.evidence(odd),
+        evidence=context.evidence(unaligned),
     )  # fmt: skip
 
 
-def no_matrix_units(context: Context) -> Iterator[Message]:
+def find_unused_matrix_units(context: Context) -> Iterator[Message]:
     """Matrix products on scalar units."""
-    if not context.on_device:
+    if not context.has_gpu_work:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
-    _, unused, _ = context.ask(context, _products)
-    if context.work_ns(unused) < _LEAST_SHARE * context.whole_ns:
+    _, unused, _ = context.ask(context, _find_slow_matmuls)
+    if context.work_ns(unused) < _MIN_SHARE * context.whole_ns:
         return
     abilities = [
         float(capability)
@@ -138,11 +140,11 @@ def no_matrix_units(context: Context) -> Iterator[Message]:
         for capability in trace.devices["compute_capability"].drop_nulls().to_list()
     ]
     time = context.work_ns(context.own(unused))
-    tf32 = bool(abilities) and max(abilities) >= _TF32
+    tf32 = bool(abilities) and max(abilities) >= _MIN_TF32_CAPABILITY
     yield Candidate(
-        title=f"{context.in_words(time)} of matrix products use no tensor cores"
-        + (": TF32 is off" if tf32 else "") + context.over_ranks,
-        changes=(Change("scale", Chosen("matrix products without matrix units", unused, "kernels"), _ON_MATRIX_UNITS),),
+        title=f"{context.format_time_per_step(time)} of matrix products use no tensor cores"
+        + (": TF32 is off" if tf32 else "") + context.rank_sum_suffix,
+        changes=(Change("scale", NodeSelection("matrix products without matrix units", unused, "kernels"), _MATRIX_UNITS_FACTOR),),
         confidence=0.6 if tf32 else 0.4,
         advice="torch.set_float32_matmul_precision('high') allows TF32; better, train in bf16: torch.autocast('cuda', "
         "dtype=torch.bfloat16)." if tf32 else "Use half precision: torch.autocast('cuda', dtype=torch.float16) with a "
@@ -151,44 +153,50 @@ def no_matrix_units(context: Context) -> Iterator[Message]:
     )  # fmt: skip
 
 
-def low_roofline(context: Context) -> Iterator[Message]:
+def find_low_roofline(context: Context) -> Iterator[Message]:
     """Modelled operators far below what the device could do, that no other rule explains."""
-    if not context.on_device:
+    if not context.has_gpu_work:
         yield Abstention("low-roofline", "no GPU work was recorded")
         return
-    odd, unused, _ = context.ask(context, _products)
-    work, nodes = context.ask(context, _bounded), context.ask(context, _bounded_nodes)
-    of_ops = work.partition_by("op_name", maintain_order=True)
-    for op_work in sorted(of_ops, key=lambda of_op: -of_op["ns"].sum())[:_LARGEST]:
+    unaligned, unused, _ = context.ask(context, _find_slow_matmuls)
+    work, nodes = context.ask(context, _collect_modelled_work), context.ask(context, _select_modelled_nodes)
+    op_groups = work.partition_by("op_name", maintain_order=True)
+    for op_work in sorted(op_groups, key=lambda of_op: -of_op["ns"].sum())[:_MAX_OPERATORS]:
         name = op_work["op_name"][0]
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[nodes.filter(pl.col("op_name").eq_missing(name))["node"].to_numpy()] = True
-        mask &= ~odd & ~unused
-        reached = _reached(context, mask) if mask.any() else None
-        if reached is None or reached >= _FAR:
+        mask &= ~unaligned & ~unused
+        reached = _compute_roofline_share(context, mask) if mask.any() else None
+        if reached is None or reached >= _LOW_ROOFLINE_SHARE:
             continue
-        of_first = op_work.filter(pl.col("rank").eq_missing(op_work["rank"][0]))
-        bound = of_first["bound"].drop_nulls().cast(pl.String).mode()[0]
+        first_rank_work = op_work.filter(pl.col("rank").eq_missing(op_work["rank"][0]))
+        bound = first_rank_work["bound"].drop_nulls().cast(pl.String).mode()[0]
         limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
-        hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _HINT)
-        own = context.own(mask)
+        hint = next((text for pattern, text in _HINTS.items() if re.search(pattern, name)), _DEFAULT_HINT)
+        in_steps = context.own(mask)
         yield Candidate(
-            title=f"{shorten_name(name)} reaches {units.share(reached, 1)} of what {limit} allows: "
-            f"{context.in_words(context.work_ns(own))} in {context.many(int(own.sum()), 'kernel')}{context.over_ranks}",
-            changes=(Change("scale", Chosen(f"kernels of {shorten_name(name)}", mask, "kernels"), _factor(reached)),),
+            title=f"{shorten_name(name)} reaches {units.format_share(reached, 1)} of what {limit} allows: "
+            f"{context.format_time_per_step(context.work_ns(in_steps))} in {context.many(int(in_steps.sum()), 'kernel')}{context.rank_sum_suffix}",
+            changes=(
+                Change(
+                    "scale",
+                    NodeSelection(f"kernels of {shorten_name(name)}", mask, "kernels"),
+                    _compute_time_factor(reached),
+                ),
+            ),
             confidence=0.4,
-            advice=f"{hint} The saving assumes {_REACHABLE:.0%} of the roofline.",
+            advice=f"{hint} The saving assumes {_GOOD_ROOFLINE_SHARE:.0%} of the roofline.",
             evidence=context.evidence(mask, 3),
         )
     if not work.height:
         yield Abstention("low-roofline", "the device's peaks are unknown, or shapes were not recorded")
 
 
-def slow_kernels(context: Context) -> Iterator[Message]:
+def find_slow_kernels(context: Context) -> Iterator[Message]:
     """Kernels of the step that take longer than the same kernels elsewhere in the run."""
     for trace in context.traces:
-        slow = context.ask(trace, _slow)
-        computing = context.of_kind(gs.KERNEL)  # communication waits for others
+        slow = context.ask(trace, _select_slow_kernels)
+        computing = context.select_kinds(gs.KERNEL)  # communication waits for others
         mask = context.own(context.nodes_of(trace, slow["event"])) & computing
         if not mask.any():
             continue
@@ -199,27 +207,27 @@ def slow_kernels(context: Context) -> Iterator[Message]:
         nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
         kernels = nodes.filter(pl.Series(mask))
         communication = nodes.filter(
-            pl.Series(context.of_kind(*gs.COMMUNICATION)),
+            pl.Series(context.select_kinds(*gs.COMMUNICATION)),
             pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True),
         )
-        spans = union(communication["start_ns"].to_numpy(), communication["end_ns"].to_numpy())
-        shared = int(coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
-        beside = 2 * shared > context.work_ns(mask)
-        of_rank = f" of rank {trace.rank}" if len(context.traces) > 1 else ""
+        spans = merge_intervals(communication["start_ns"].to_numpy(), communication["end_ns"].to_numpy())
+        shared = int(compute_coverage(spans, kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()).sum())
+        is_overlapped = 2 * shared > context.work_ns(mask)
+        rank_note = f" of rank {trace.rank}" if len(context.traces) > 1 else ""
         yield Candidate(
-            title=f"{context.many(slow.height)} kernels{of_rank} take {context.in_words(lost)} longer than the same "
-            "ones elsewhere in the run" + (", while communication runs beside them" if beside else ""),
-            changes=(Change("scale", Chosen("slow kernels", mask, "kernels"), factor),),
-            confidence=0.3 if beside else 0.4,
+            title=f"{context.many(slow.height)} kernels{rank_note} take {context.format_time_per_step(lost)} longer than the same "
+            "ones elsewhere in the run" + (", while communication runs beside them" if is_overlapped else ""),
+            changes=(Change("scale", NodeSelection("slow kernels", mask, "kernels"), factor),),
+            confidence=0.3 if is_overlapped else 0.4,
             advice="Give communication fewer SMs (NCCL_MAX_CTAS, NCCL_MIN_CTAS) or another moment; what is won there "
-            "may be lost where it was hidden." if beside else "Look at clocks, power and temperature at that time, and "
+            "may be lost where it was hidden." if is_overlapped else "Look at clocks, power and temperature at that time, and "
             "at what else runs on the device.",
             evidence=context.evidence(mask),
-            at_most_ns=min(lost, shared) if beside else None,
+            at_most_ns=min(lost, shared) if is_overlapped else None,
         )  # fmt: skip
 
 
-def _slow(trace: Trace) -> pl.DataFrame:
+def _select_slow_kernels(trace: Trace) -> pl.DataFrame:
     """Kernels with `usual`, the median of their name, shapes and grid in the trace, that take far longer than that.
 
     Shapes without a size (`[[], []]`: lists, no tensors) say nothing about how much there is to do.
@@ -232,40 +240,42 @@ def _slow(trace: Trace) -> pl.DataFrame:
         .join(trace.kernels[["event", "blocks_per_sm"]], on="event", how="left", maintain_order="left")
     )
     alike = ["name", "shapes", "blocks_per_sm"]
-    usual = pl.col("duration_ns").median().over(alike).round().cast(pl.Int64)
-    rows = kernels.with_columns(usual=usual, known=pl.len().over(alike))
-    return rows.filter(pl.col("known") >= _KNOWN, pl.col("duration_ns") > _SLOW * pl.col("usual"))
+    typical = pl.col("duration_ns").median().over(alike).round().cast(pl.Int64)
+    rows = kernels.with_columns(usual=typical, known=pl.len().over(alike))
+    return rows.filter(pl.col("known") >= _MIN_OCCURRENCES, pl.col("duration_ns") > _SLOW_FACTOR * pl.col("usual"))
 
 
 RULES = (
-    FindingRule("unaligned-matmul", "matrix products of odd sizes", odd_sizes),
-    FindingRule("matrix-units-unused", "matrix products without tensor cores", no_matrix_units),
-    FindingRule("low-roofline", "operators far below the device's roofline", low_roofline),
-    FindingRule("slow-kernels", "kernels slower than the same kernels elsewhere", slow_kernels),
+    FindingRule("unaligned-matmul", "matrix products of odd sizes", find_unaligned_matmuls),
+    FindingRule("matrix-units-unused", "matrix products without tensor cores", find_unused_matrix_units),
+    FindingRule("low-roofline", "operators far below the device's roofline", find_low_roofline),
+    FindingRule("slow-kernels", "kernels slower than the same kernels elsewhere", find_slow_kernels),
 )
 
 _OPTIMIZER_LEFT = 0.15  # of the host time of an optimizer that goes tensor by tensor, when it is fused
 _NORM_LEFT = 0.35  # of the time of a normalisation made of several operators, when it is one
-_SUMS = ("aten::add", "aten::add_")
-_BEFORE, _AFTER = 5, 4  # operators around the root of a normalisation that may belong to it
+_ADD_OPS = ("aten::add", "aten::add_")
+_OPS_BEFORE_ROOT, _OPS_AFTER_ROOT = 5, 4  # operators around the root of a normalisation that may belong to it
 _NORM_OPS = ("aten::pow", "aten::square", "aten::mean", "aten::var", "aten::add", "aten::sub", "aten::mul", "aten::to",
              "aten::rsqrt", "aten::sqrt", "aten::div", "aten::reciprocal", "aten::add_", "aten::mul_")  # fmt: skip
 
 
-def recomputation(context: Context) -> Iterator[Message]:
+def find_recomputation(context: Context) -> Iterator[Message]:
     """What activation checkpointing does a second time."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     for trace in context.traces:
-        repeated = recomputed(trace)
+        repeated = find_recomputed_work(trace)
         if repeated.root.any():
-            mask |= context.inside(trace, repeated.root | repeated.own) | _around(context, trace, repeated.root)
+            mask |= context.inside(trace, repeated.root | repeated.own) | _select_recomputing_nodes(
+                context, trace, repeated.root
+            )
     if not mask.any():
         return
-    on_device = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
+    on_device = mask & context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL)
     time = context.work_ns(context.own(on_device if on_device.any() else mask))
     yield Candidate(
-        title=f"activation checkpointing repeats {context.in_words(time)} of forward work{context.over_ranks}",
-        changes=(Change("remove", Chosen("recomputation", mask)),),
+        title=f"activation checkpointing repeats {context.format_time_per_step(time)} of forward work{context.rank_sum_suffix}",
+        changes=(Change("remove", NodeSelection("recomputation", mask)),),
         confidence=0.6,
         advice="Checkpoint less: only the layers whose activations are large and cheap to repeat, or selective "
         "checkpointing, as far as memory allows.",
@@ -273,73 +283,75 @@ def recomputation(context: Context) -> Iterator[Message]:
     )
 
 
-def _around(context: Context, trace: Trace, roots: Bools) -> Bools:
+def _select_recomputing_nodes(context: Context, trace: Trace, roots: Bools) -> Bools:
     """What the autograd nodes that repeat do themselves until the repetition is over: the Python of the checkpoint."""
-    tree = forest(trace)
-    above = tree.parent[roots]
-    root_rows, holder_rows = tree.row[roots][above >= 0], tree.row[above[above >= 0]]
+    tree = build_forest(trace)
+    parents = tree.parent[roots]
+    root_rows, holder_rows = tree.row[roots][parents >= 0], tree.row[parents[parents >= 0]]
     nodes = context.graph.nodes.with_row_index("at").with_columns(end=pl.col("start_ns") + pl.col("duration_ns"))
     tree_nodes = nodes.filter(
         pl.Series(context.nodes_of(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32)))
     )
-    held = pl.DataFrame({"event": root_rows, "holder": holder_rows}).cast(pl.UInt32)
+    holders = pl.DataFrame({"event": root_rows, "holder": holder_rows}).cast(pl.UInt32)
     until = (
         tree_nodes.with_columns(pl.col("event").cast(pl.UInt32))
-        .join(held, on="event")
+        .join(holders, on="event")
         .group_by("holder")
         .agg(pl.col("end").max().alias("until"))
     )
-    pieces = tree_nodes.with_columns(pl.col("event").cast(pl.UInt32)).join(until, left_on="event", right_on="holder")
+    holder_nodes = tree_nodes.with_columns(pl.col("event").cast(pl.UInt32)).join(
+        until, left_on="event", right_on="holder"
+    )
     mask = np.zeros(nodes.height, dtype=np.bool_)
-    mask[pieces.filter(pl.col("start_ns") <= pl.col("until"))["at"].to_numpy()] = True
+    mask[holder_nodes.filter(pl.col("start_ns") <= pl.col("until"))["at"].to_numpy()] = True
     return mask
 
 
-def unfused_optimizer(context: Context) -> Iterator[Message]:
+def find_unfused_optimizer(context: Context) -> Iterator[Message]:
     """An optimizer that goes through its parameters one by one."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    rules, matches = context.anti_pattern("single_tensor_optimizer")
+    rules, matches = context.select_anti_pattern("single_tensor_optimizer")
     if not rules["checked"].any():
         yield Abstention("unfused-optimizer", next((reason for reason in reversed(rules["reason"]) if reason), ""))
         return
     matches = context.in_step(matches)
-    for trace, rows in context.by_trace(matches):  # a closure makes the passes inside of it
+    for trace, rows in context.split_by_trace(matches):  # a closure makes the passes inside of it
         mask |= context.below(trace, rows["event"]) & ~context.inside(trace, context.ask(trace, is_in_passes))
-    host = mask & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = mask & context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
     if not host.any():
         return
-    gpu = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL)
+    gpu = mask & context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL)
     time = context.work_ns(host)
     yield Candidate(
-        title=f"the optimizer steps tensor by tensor: {units.duration(time)} of host time, "
-        f"{units.count_of(int(gpu.sum()), 'kernel')}{context.over_ranks}",
-        changes=(Change("scale", Chosen("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
+        title=f"the optimizer steps tensor by tensor: {units.format_duration(time)} of host time, "
+        f"{units.format_quantity(int(gpu.sum()), 'kernel')}{context.rank_sum_suffix}",
+        changes=(Change("scale", NodeSelection("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
         evidence=(Evidence("optimizer steps", count=matches.height, total_ns=time), *context.evidence(host, 2)),
     )
 
 
-def unfused_norm(context: Context) -> Iterator[Message]:
+def find_unfused_norms(context: Context) -> Iterator[Message]:
     """Normalisations made of single operators: a root, and the powers, means and products around it."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count = 0
     for trace in context.traces:
-        rows = context.ask(trace, _norms)
+        rows = context.ask(trace, _find_norm_operators)
         count += context.in_step(rows)["norm"].n_unique()
         if rows.height:
             mask |= context.below(trace, rows["event"])
     if not mask.any():
         return
-    kernels = mask & context.of_kind(gs.KERNEL)
+    kernels = mask & context.select_kinds(gs.KERNEL)
     if not kernels.any():
         return
-    own = context.own(kernels)
-    all_but_waits = mask & context.of_kind(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
+    in_steps = context.own(kernels)
+    all_but_waits = mask & context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
     yield Candidate(
-        title=f"{units.count(count)} normalisations are made of {context.many(int(own.sum()))} kernels "
-        f"({context.in_words(context.work_ns(own))}{context.over_ranks})",
-        changes=(Change("scale", Chosen("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT),),
+        title=f"{units.format_count(count)} normalisations are made of {context.many(int(in_steps.sum()))} kernels "
+        f"({context.format_time_per_step(context.work_ns(in_steps))}{context.rank_sum_suffix})",
+        changes=(Change("scale", NodeSelection("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT),),
         confidence=0.6,
         advice="Use torch.nn.RMSNorm or torch.nn.LayerNorm, a fused kernel (Liger, Apex), or torch.compile.",
         evidence=(Evidence("normalisations", count=count, total_ns=context.work_ns(kernels)),
@@ -347,7 +359,7 @@ def unfused_norm(context: Context) -> Iterator[Message]:
     )  # fmt: skip
 
 
-def _norms(trace: Trace) -> pl.DataFrame:
+def _find_norm_operators(trace: Trace) -> pl.DataFrame:
     """Operators of normalisations made by hand: norm (number), event, step.
 
     `aten::rsqrt` after a mean (or a variance) and before a product, with only such operators between them.
@@ -357,36 +369,38 @@ def _norms(trace: Trace) -> pl.DataFrame:
     if not (events["name"] == "aten::rsqrt").any():
         return nothing
     is_op = trace.events["category"] == cat.OP
-    by_op = events["parent"].is_null() | ~is_op.gather(events["parent"].fill_null(0))
-    top = events.filter(is_op & by_op).sort("lane", "start_ns")
+    is_outermost = events["parent"].is_null() | ~is_op.gather(events["parent"].fill_null(0))
+    top = events.filter(is_op & is_outermost).sort("lane", "start_ns")
     names, lanes, rows = top["name"].to_list(), top["lane"].to_list(), top["event"].to_list()
     steps = top["step"].to_list()
     members: list[tuple[int, int, int | None]] = []
     norm_ops = set(_NORM_OPS)
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         if name != "aten::rsqrt":
             continue
-        low = at
-        while low > 0 and at - low < _BEFORE and names[low - 1] in norm_ops and lanes[low - 1] == lanes[at]:
+        low = index
+        while (
+            low > 0 and index - low < _OPS_BEFORE_ROOT and names[low - 1] in norm_ops and lanes[low - 1] == lanes[index]
+        ):
             low -= 1
-        while names[low] in _SUMS and low < at:  # a residual connection: the sum that is normalised
+        while names[low] in _ADD_OPS and low < index:  # a residual connection: the sum that is normalised
             low += 1
-        high = at
+        high = index
         while (
             high + 1 < len(names)
-            and high - at < _AFTER
+            and high - index < _OPS_AFTER_ROOT
             and names[high + 1] in norm_ops
-            and lanes[high + 1] == lanes[at]
+            and lanes[high + 1] == lanes[index]
         ):
             high += 1
-        before, after = names[low:at], names[at + 1 : high + 1]
+        before, after = names[low:index], names[index + 1 : high + 1]
         if ("aten::mean" in before or "aten::var" in before) and ("aten::mul" in after or "aten::mul_" in after):
-            members += [(at, rows[k], steps[k]) for k in range(low, high + 1)]
+            members += [(index, rows[k], steps[k]) for k in range(low, high + 1)]
     return pl.DataFrame(members, schema=nothing.schema, orient="row")
 
 
 REPEATED_RULES = (
-    FindingRule("recomputation", "activation checkpointing repeats work", recomputation),
-    FindingRule("unfused-optimizer", "an optimizer that steps tensor by tensor", unfused_optimizer),
-    FindingRule("unfused-normalisation", "normalisations made of single operators", unfused_norm),
+    FindingRule("recomputation", "activation checkpointing repeats work", find_recomputation),
+    FindingRule("unfused-optimizer", "an optimizer that steps tensor by tensor", find_unfused_optimizer),
+    FindingRule("unfused-normalisation", "normalisations made of single operators", find_unfused_norms),
 )

@@ -14,30 +14,32 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
-from traceloom.changes.bounds import most_saved_ns, saves_more, unrecorded_saving_ns
+from traceloom.changes.bounds import is_lower_bound, most_saved_ns, unrecorded_saving_ns
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import evaluations
 from traceloom.errors import DOCUMENTATION
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark, add_frames
 from traceloom.graph import Plan
-from traceloom.graph.graph import point_times
+from traceloom.graph.graph import get_point_times
 from traceloom.trace.notice import Abstention, Alternative, Finding
 
 Ints = NDArray[np.int64]
 Key = tuple[str, tuple[tuple[str, str], ...], int]
 
-LEAST = 0.005  # of the step; less is not worth a line
-HIGH, MEDIUM = 0.10, 0.03
-MOST_STEPS = 5
-_MOST_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
-_LIKE = 0.5  # of the usual step: steps that take less are none of its kind
-_COUNTS = 0.01  # of the step: a saving that may be larger by this much is a lower bound
-_SAME = 0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
-_NEARLY = 0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
-_LIMIT = "one step was evaluated: what a fix saves because the next step begins earlier is not in it"
-_SHARED = 0.5  # of a saving that another fix has as well: they are about the same time
-_MOST = 24  # candidates that are evaluated on top of each other
+MIN_SAVING_SHARE = 0.005  # of the step; less is not worth a line
+HIGH_SHARE, MEDIUM_SHARE = 0.10, 0.03
+MAX_STEPS = 5
+_MAX_NODES = 150_000  # of all steps together: of larger ones fewer are looked at
+_MIN_STEP_LENGTH = 0.5  # of the usual step: steps that take less are none of its kind
+_MIN_COUNTED_SHARE = 0.01  # of the step: a saving that may be larger by this much is a lower bound
+_EQUAL_SAVING_SHARE = (
+    0.98  # of the largest saving: as large, for all that steps differ; then causes come before symptoms
+)
+_SIMILAR_SAVING_SHARE = 0.7  # of the largest saving: a cause comes before a symptom that is about the same time, too
+_ONE_STEP_LIMIT = "one step was evaluated: what a fix saves because the next step begins earlier is not in it"
+_MIN_SHARED_SAVING = 0.5  # of a saving that another fix has as well: they are about the same time
+_MAX_CANDIDATES = 24  # candidates that are evaluated on top of each other
 
 
 class Ranked(Struct, frozen=True):
@@ -57,7 +59,7 @@ class Ranked(Struct, frozen=True):
     limit: str = ""
 
 
-def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_STEPS) -> Ranked:
+def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STEPS) -> Ranked:
     """Ask all rules, and put their candidates in order.
 
     Greedy: the fix that saves the most is taken, the others are evaluated again on top of it, and so on. What is left
@@ -108,7 +110,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_ST
                 )
             else:
                 time.append((rule, outcome))
-    ranked, limit = _rank_greedily(context, _keyed(time), rules, steps) if context.whole_ns else ([], "")
+    ranked, limit = _rank_greedily(context, _collect_by_key(time), rules, steps) if context.whole_ns else ([], "")
     findings = add_frames(ranked)
     # why something that looks large is no finding: without it the step would take as long
     slugs = {finding.slug for finding in findings}
@@ -119,7 +121,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_ST
             f"{candidate.title}: overlapping it saves nothing, because what comes next waits for longer than that",
         )
         for rule, candidate in time
-        if rule.slug not in slugs and (candidate.seen_ns or 0) >= HIGH * context.step_ns
+        if rule.slug not in slugs and (candidate.seen_ns or 0) >= HIGH_SHARE * context.step_ns
     ]
     severities = ("high", "medium", "low")
     memory.sort(key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0)))
@@ -127,7 +129,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_ST
 
 
 def _rank_greedily(
-    context: Context, usual: dict[Key, Candidate], rules: Sequence[FindingRule], most: int
+    context: Context, typical: dict[Key, Candidate], rules: Sequence[FindingRule], max_findings: int
 ) -> tuple[list[tuple[Finding, Candidate, Context]], str]:
     """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on.
 
@@ -136,70 +138,88 @@ def _rank_greedily(
         savings leave out.
     """
     # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
-    fitting = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
-    around = context.around(fitting) if most > 1 and fitting > 1 else ()
+    fitting = min(max_findings + 1, _MAX_NODES // max(context.graph.nodes.height, 1))
+    step_window = context.around(fitting) if max_findings > 1 and fitting > 1 else ()
     steps: _StepCandidates | None = None
-    if len(around) > 1:
-        several = context.over(around)
+    if len(step_window) > 1:
+        several = context.over(step_window)
         outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
-        steps = _StepCandidates(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
-    if steps is None or median_floor(steps.now_ns) < _LIKE * context.step_ns:  # in those next to nothing is done
-        steps = _StepCandidates(context, usual)
+        steps = _StepCandidates(
+            several, _collect_by_key((rule, message) for rule, message in outcomes if isinstance(message, Candidate))
+        )
+    if (
+        steps is None or compute_median_floor(steps.now_ns) < _MIN_STEP_LENGTH * context.step_ns
+    ):  # in those next to nothing is done
+        steps = _StepCandidates(context, typical)
     order = {rule.slug: number for number, rule in enumerate(rules)}
-    left = sorted(steps.candidates, key=lambda key: order[key[0]])
-    position = {key: number for number, key in enumerate(left)}
-    least = LEAST * context.step_ns
-    alone: dict[Key, Ints] = {}
+    remaining = sorted(steps.candidates, key=lambda key: order[key[0]])
+    position = {key: number for number, key in enumerate(remaining)}
+    min_saving_ns = MIN_SAVING_SHARE * context.step_ns
+    first_saved: dict[Key, Ints] = {}
     before: dict[Key, Ints] = {}
     ranked: list[Finding] = []
     sources: list[tuple[Candidate, Context]] = []
-    room = context.step_ns
-    span_ns = int(np.ptp(steps.base.times(steps.plan))) if left else 0
-    while left:
-        after = steps.after(left)
-        saved = {key: steps.saved_ns(key, after[key]) for key in left}
-        if not alone:
-            alone = saved
+    remaining_ns = context.step_ns
+    span_ns = int(np.ptp(steps.base.times(steps.plan))) if remaining else 0
+    while remaining:
+        after = steps.after(remaining)
+        saved = {key: steps.saved_ns(key, after[key]) for key in remaining}
+        if not first_saved:
+            first_saved = saved
         else:
             # what saves next to nothing now that the last fix is made, but saved more before, is about the same time
-            same = [key for key in left if median_floor(saved[key]) < min(least, _SHARED * median_floor(before[key]))]
-            others = tuple(
+            same = [
+                key
+                for key in remaining
+                if compute_median_floor(saved[key])
+                < min(min_saving_ns, _MIN_SHARED_SAVING * compute_median_floor(before[key]))
+            ]
+            alternatives = tuple(
                 Alternative(
                     key[0],
-                    (usual.get(key) or steps.candidates[key]).title,
-                    steps.unrecorded_ns(key, median_floor(alone[key])),
+                    (typical.get(key) or steps.candidates[key]).title,
+                    steps.unrecorded_ns(key, compute_median_floor(first_saved[key])),
                 )
                 for key in same
             )
-            ranked[-1] = replace(ranked[-1], alternatives=others)
-        left = sorted(
-            (key for key in left if median_floor(saved[key]) >= least), key=lambda key: -median_floor(saved[key])
-        )[:_MOST]
-        if not left:
+            ranked[-1] = replace(ranked[-1], alternatives=alternatives)
+        remaining = sorted(
+            (key for key in remaining if compute_median_floor(saved[key]) >= min_saving_ns),
+            key=lambda key: -compute_median_floor(saved[key]),
+        )[:_MAX_CANDIDATES]
+        if not remaining:
             break
-        best = _first(steps, {key: median_floor(saved[key]) for key in sorted(left, key=position.__getitem__)})
-        finding = _finding(steps, best, (usual.get(best), context), (saved[best], alone[best]), room)
-        room -= finding.saving_ns or 0
+        best = _choose_next_fix(
+            steps, {key: compute_median_floor(saved[key]) for key in sorted(remaining, key=position.__getitem__)}
+        )
+        finding = _build_finding(
+            steps, best, (typical.get(best), context), (saved[best], first_saved[best]), remaining_ns
+        )
+        remaining_ns -= finding.saving_ns or 0
         # whether threads whose waker is unknown hold the saving back
         fixed = steps.context.changed(steps.base, steps.candidates[best].changes)
         plan, before_ns = fixed.own_plan(steps.plan), span_ns
         span_ns = int(np.ptp(fixed.times(plan)))
-        counts_ns = round(_COUNTS * steps.context.step_ns * steps.context.step_count)
-        held = saves_more(steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan)
-        ranked.append(replace(finding, lower_bound=held))
-        sources.append((usual[best], context) if best in usual else (steps.candidates[best], steps.context))
+        counts_ns = round(_MIN_COUNTED_SHARE * steps.context.step_ns * steps.context.step_count)
+        is_bound = is_lower_bound(steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan)
+        ranked.append(replace(finding, lower_bound=is_bound))
+        sources.append((typical[best], context) if best in typical else (steps.candidates[best], steps.context))
         steps.base, steps.plan, steps.now_ns = fixed, plan, after[best]
         before = saved
-        left.remove(best)
+        remaining.remove(best)
     # what recording made slower saves less than it looks: that may change the order, and what is worth a line
-    kept = [(fix, *source) for fix, source in zip(ranked, sources, strict=True) if (fix.saving_fraction or 0) >= LEAST]
+    retained = [
+        (fix, *source)
+        for fix, source in zip(ranked, sources, strict=True)
+        if (fix.saving_fraction or 0) >= MIN_SAVING_SHARE
+    ]
     alone_in_time = (
         context.steps is not None and steps.count == steps.context.step_count == 1 and context.unit == "step"
     )
-    return sorted(kept, key=lambda entry: -(entry[0].saving_ns or 0)), _LIMIT if alone_in_time else ""
+    return sorted(retained, key=lambda entry: -(entry[0].saving_ns or 0)), _ONE_STEP_LIMIT if alone_in_time else ""
 
 
-def _first(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
+def _choose_next_fix(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
     """What to fix first: what saves most, or a cause of it that saves nearly as much of the same time.
 
     Args:
@@ -207,20 +227,24 @@ def _first(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
         saved: What each fix saves on top of that, ns; causes before symptoms.
     """
     largest = max(saved.values())
-    most = next(key for key, saving in saved.items() if saving >= _SAME * largest)
+    largest_key = next(key for key, saving in saved.items() if saving >= _EQUAL_SAVING_SHARE * largest)
     for key, saving in saved.items():
-        if key == most:
+        if key == largest_key:
             break
-        if saving < _NEARLY * largest:
+        if saving < _SIMILAR_SAVING_SHARE * largest:
             continue
-        together = median_floor(steps.now_ns - steps.after_both(key, most))
-        if saving + saved[most] - together >= _SHARED * saving:
+        both_ns = compute_median_floor(steps.now_ns - steps.after_both(key, largest_key))
+        if saving + saved[largest_key] - both_ns >= _MIN_SHARED_SAVING * saving:
             return key
-    return most
+    return largest_key
 
 
-def _finding(
-    steps: _StepCandidates, key: Key, usual: tuple[Candidate | None, Context], savings: tuple[Ints, Ints], room: int
+def _build_finding(
+    steps: _StepCandidates,
+    key: Key,
+    typical: tuple[Candidate | None, Context],
+    savings: tuple[Ints, Ints],
+    remaining_ns: int,
 ) -> Finding:
     """A finding from what it saves in each step: the middle one, and between which values that lies.
 
@@ -230,28 +254,28 @@ def _finding(
     Args:
         steps: What was evaluated.
         key: What is to be fixed.
-        usual: The same in the usual step, and that step.
+        typical: The same in the usual step, and that step.
         savings: On top of what is above it, and alone; ns, shape (counted steps,).
-        room: What is left of the usual step, ns.
+        remaining_ns: What is left of the usual step, ns.
     """
     on_top, first = ([steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings)
-    low, high = interval(on_top)
-    in_usual, context = usual
+    low, high = compute_median_interval(on_top)
+    in_usual, context = typical
     candidate = steps.candidates[key] if in_usual is None else in_usual
-    most = context.step_ns
+    max_saving_ns = context.step_ns
     if in_usual is not None and in_usual.at_most_ns is not None:
-        most = min(most, in_usual.at_most_ns // context.step_count)
-    saving = min(median_floor(on_top), room, most)
+        max_saving_ns = min(max_saving_ns, in_usual.at_most_ns // context.step_count)
+    saving = min(compute_median_floor(on_top), remaining_ns, max_saving_ns)
     fraction = saving / context.step_ns
     return Finding(
         slug=key[0],
         title=candidate.title,
-        severity="high" if fraction >= HIGH else "medium" if fraction >= MEDIUM else "low",
+        severity="high" if fraction >= HIGH_SHARE else "medium" if fraction >= MEDIUM_SHARE else "low",
         confidence=candidate.confidence * (1.0 if context.law.holds and context.law.points_hold else 0.5),
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
-        alone_ns=min(median_floor(first), most),
+        alone_ns=min(compute_median_floor(first), max_saving_ns),
         saving_low_ns=min(low, saving) if steps.count > 1 else None,
         saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,
@@ -282,7 +306,7 @@ class _StepCandidates:
     def __post_init__(self) -> None:
         """Nothing is fixed yet."""
         self.base, self.plan = Scenario.of(self.context.graph), self.context.plan
-        self.now_ns = self.lengths(point_times(self.context.graph))
+        self.now_ns = self.lengths(get_point_times(self.context.graph))
 
     @property
     def count(self) -> int:
@@ -294,7 +318,7 @@ class _StepCandidates:
         graph = self.context.graph
         # one after the other: each scenario is large
         scenarios = (self.context.changed(self.base, self.candidates[key].changes) for key in keys)
-        measured = point_times(graph)
+        measured = get_point_times(graph)
         lengths = {}
         for key, (scenario, times) in zip(keys, evaluations(scenarios, self.plan), strict=True):
             lengths[key] = self.lengths(np.maximum(times, measured - most_saved_ns(graph, scenario)))
@@ -308,9 +332,9 @@ class _StepCandidates:
     def saved_ns(self, key: Key, after_ns: Ints) -> Ints:
         """What a fix saves in each step on top of those before it, together at most what it can; ns."""
         saved = self.now_ns - after_ns
-        most, whole = self.candidates[key].at_most_ns, int(saved.sum())
-        if most is not None and whole > most * self.count / self.context.step_count:
-            saved = np.floor(saved * (most * self.count / self.context.step_count / whole)).astype(np.int64)
+        max_saving_ns, total_ns = self.candidates[key].at_most_ns, int(saved.sum())
+        if max_saving_ns is not None and total_ns > max_saving_ns * self.count / self.context.step_count:
+            saved = np.floor(saved * (max_saving_ns * self.count / self.context.step_count / total_ns)).astype(np.int64)
         return saved
 
     def unrecorded_ns(self, key: Key, saved_ns: int) -> int:
@@ -318,32 +342,32 @@ class _StepCandidates:
         context = self.context
         return unrecorded_saving_ns(
             context.graph, self.candidates[key].changes, min(saved_ns, context.step_ns),
-            whole_ns=context.step_ns, ratio=context.host_ratio,
+            total_ns=context.step_ns, ratio=context.host_ratio,
         )  # fmt: skip
 
     def lengths(self, times: Ints) -> Ints:
         """How long each step that counts takes."""
-        lengths = self.context.lengths_ns(times)
+        lengths = self.context.compute_step_lengths(times)
         # the first one may begin with what others left behind: it counts where there are too few others
-        return lengths[1:] if lengths.size == 2 or lengths.size > MOST_STEPS else lengths
+        return lengths[1:] if lengths.size == 2 or lengths.size > MAX_STEPS else lengths
 
 
-def _keyed(candidates: Iterable[tuple[FindingRule, Candidate]]) -> dict[Key, Candidate]:
+def _collect_by_key(candidates: Iterable[tuple[FindingRule, Candidate]]) -> dict[Key, Candidate]:
     """Candidates by rule and what they change, figures left out."""
-    by_key: dict[Key, Candidate] = {}
+    collected: dict[Key, Candidate] = {}
     for rule, candidate in candidates:
-        about = tuple((change.action, str(change.selection)) for change in candidate.changes)
-        number = sum(key[:2] == (rule.slug, about) for key in by_key)
-        by_key[rule.slug, about, number] = candidate
-    return by_key
+        changes_key = tuple((change.action, str(change.selection)) for change in candidate.changes)
+        number = sum(key[:2] == (rule.slug, changes_key) for key in collected)
+        collected[rule.slug, changes_key, number] = candidate
+    return collected
 
 
-def median_floor(values: ArrayLike) -> int:
+def compute_median_floor(values: ArrayLike) -> int:
     """The median; of an even number the mean of the two in the middle, rounded down."""
     return int(np.median(np.asarray(values, dtype=np.int64)))
 
 
-def interval(values: Sequence[int]) -> tuple[int, int]:
+def compute_median_interval(values: Sequence[int]) -> tuple[int, int]:
     """Between which values the median of all such steps lies, nine times of ten where there are at least five.
 
     By the order of the values alone; of fewer than five it is the smallest and the largest. As many are left out at
@@ -353,5 +377,5 @@ def interval(values: Sequence[int]) -> tuple[int, int]:
     chances = np.ones(1)  # of each number of heads
     for _ in range(ordered.size):
         chances = (np.append(chances, 0.0) + np.append(0.0, chances)) / 2
-    left = max(int(np.searchsorted(np.cumsum(chances), 0.05, side="right")) - 1, 0)
-    return int(ordered[left]), int(ordered[ordered.size - 1 - left])
+    low_index = max(int(np.searchsorted(np.cumsum(chances), 0.05, side="right")) - 1, 0)
+    return int(ordered[low_index]), int(ordered[ordered.size - 1 - low_index])

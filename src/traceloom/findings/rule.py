@@ -11,7 +11,7 @@ from operator import or_
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.host_events import HELD, held, places
+from traceloom.analyze.host_events import FRAME_TIME_SCHEMA, measure_frame_time, parse_frame_places
 from traceloom.changes.changes import Change
 from traceloom.findings.context import Context, shorten_name
 from traceloom.system import units
@@ -102,10 +102,10 @@ class FindingRule(Struct, frozen=True):
     look: Callable[[Context], Iterable[Message]]
 
 
-MOST = 3
-LEAST = 0.05  # of the host time of a finding
-_MOST_OF = 0.5  # of that, or of a frame's time, is most of it
-_BUILT_IN = re.compile(r"^<built-in (?:function|method) ([^ >]+).*$")
+MAX_FRAMES = 3
+MIN_FRAME_SHARE = 0.05  # of the host time of a finding
+_MAJORITY = 0.5  # of that, or of a frame's time, is most of it
+_BUILT_IN_PATTERN = re.compile(r"^<built-in (?:function|method) ([^ >]+).*$")
 
 
 def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[Finding, ...]:
@@ -116,85 +116,89 @@ def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[
     """
     if not findings:
         return ()
-    stretches = [
+    intervals = [
         candidate.host()
         if candidate.host
         else context.stretches(reduce(or_, (change.selection.nodes(context.graph) for change in candidate.changes)))
         for _, candidate, context in findings
     ]
-    tables = [[pl.DataFrame(schema={"rank": pl.Int32, **HELD})] for _ in findings]
+    tables = [[pl.DataFrame(schema={"rank": pl.Int32, **FRAME_TIME_SCHEMA})] for _ in findings]
     context = findings[0][2]
     for trace in context.traces if context.stacks else ():
-        of_rank = pl.col("rank").eq_missing(trace.rank) if len(context.traces) > 1 else pl.lit(True)
-        parts = [rows.filter(of_rank) for rows in stretches]
+        is_rank = pl.col("rank").eq_missing(trace.rank) if len(context.traces) > 1 else pl.lit(True)
+        parts = [rows.filter(is_rank) for rows in intervals]
         if any(part.height for part in parts):
             rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-            for table, part in zip(tables, held(trace, parts), strict=True):
-                table.append(part.select(rank, *HELD))
+            for table, part in zip(tables, measure_frame_time(trace, parts), strict=True):
+                table.append(part.select(rank, *FRAME_TIME_SCHEMA))
     return tuple(
-        _with_frames(finding, candidate, rows, pl.concat(table), context.rank_count > 1)
-        for (finding, candidate, _), rows, table in zip(findings, stretches, tables, strict=True)
+        _add_hot_frames(finding, candidate, rows, pl.concat(table), context.rank_count > 1)
+        for (finding, candidate, _), rows, table in zip(findings, intervals, tables, strict=True)
     )
 
 
-def _with_frames(
-    finding: Finding, candidate: Candidate, stretches: pl.DataFrame, table: pl.DataFrame, several: bool
+def _add_hot_frames(
+    finding: Finding, candidate: Candidate, intervals: pl.DataFrame, table: pl.DataFrame, several: bool
 ) -> Finding:
     """The finding with the frames of its table (rank and `HELD`) that hold most."""
-    if not stretches.height:
+    if not intervals.height:
         return finding
     late = {rank for change in candidate.changes if change.action == "delay" for rank in change.selection.ranks}
     if late:  # it is about what these ranks do beyond the middle one of the others
-        of_late = pl.col("rank").is_in(list(late))
-        others = stretches.filter(~of_late)["rank"].n_unique()
+        is_late = pl.col("rank").is_in(list(late))
+        other_count = intervals.filter(~is_late)["rank"].n_unique()
         keys = ["frame", "inside"]
-        usual = table.filter(~of_late).group_by(keys).agg("ns")
-        usual = usual.with_columns(  # who does not do it at all does it in no time
-            usual=pl.col("ns").list.concat(pl.lit(0).repeat_by(others - pl.col("ns").list.len())).list.median()
+        typical = table.filter(~is_late).group_by(keys).agg("ns")
+        typical = typical.with_columns(  # who does not do it at all does it in no time
+            usual=pl.col("ns").list.concat(pl.lit(0).repeat_by(other_count - pl.col("ns").list.len())).list.median()
         ).drop("ns")
-        stretches = stretches.filter(of_late)
-        table = table.filter(of_late).join(usual, on=keys, how="left", nulls_equal=True)
+        intervals = intervals.filter(is_late)
+        table = table.filter(is_late).join(typical, on=keys, how="left", nulls_equal=True)
         table = table.with_columns(ns=pl.col("ns") - pl.col("usual").fill_null(0).ceil().cast(pl.Int64)).filter(
             pl.col("ns") > 0
         )
-    host_ns = int((stretches["end_ns"] - stretches["start_ns"]).sum())
+    host_ns = int((intervals["end_ns"] - intervals["start_ns"]).sum())
     if not host_ns:
         return finding
-    by_rank = table.group_by("frame", "rank").agg(pl.col("ns").sum()).sort("ns", "rank", descending=[True, False])
+    rank_times = table.group_by("frame", "rank").agg(pl.col("ns").sum()).sort("ns", "rank", descending=[True, False])
     top = (
-        by_rank.group_by("frame", maintain_order=True)
+        rank_times.group_by("frame", maintain_order=True)
         .agg(pl.col("ns").sum(), pl.col("rank").first(), ranks=pl.len())
-        .filter(pl.col("ns") >= LEAST * host_ns)
+        .filter(pl.col("ns") >= MIN_FRAME_SHARE * host_ns)
         .sort("ns", "frame", descending=[True, False])
-        .head(MOST)
+        .head(MAX_FRAMES)
     )
-    inside = table.group_by("frame", "inside").agg(inside_ns=pl.col("ns").sum()).drop_nulls("inside")
-    inside = inside.sort("inside_ns", "inside", descending=[True, False]).unique("frame", keep="first")
-    rows = pl.concat([top, places(top["frame"])], how="horizontal").join(inside, on="frame", how="left")
+    inner_times = table.group_by("frame", "inside").agg(inside_ns=pl.col("ns").sum()).drop_nulls("inside")
+    inner_times = inner_times.sort("inside_ns", "inside", descending=[True, False]).unique("frame", keep="first")
+    rows = pl.concat([top, parse_frame_places(top["frame"])], how="horizontal").join(
+        inner_times, on="frame", how="left"
+    )
     frames = []
     for row in rows.sort("ns", "frame", descending=[True, False]).to_dicts():
-        mostly = row["inside_ns"] is not None and row["inside_ns"] >= _MOST_OF * row["ns"]
+        mostly = row["inside_ns"] is not None and row["inside_ns"] >= _MAJORITY * row["ns"]
         frames.append(
             HotFrame(
-                name=_function(row["name"]),
+                name=_format_function_name(row["name"]),
                 file=row["file"],
                 line=row["line"],
                 time_ns=row["ns"],
                 share=row["ns"] / host_ns,
-                inside=_function(places(pl.Series([row["inside"]]))["name"][0]) if mostly else None,
+                inside=_format_function_name(parse_frame_places(pl.Series([row["inside"]]))["name"][0])
+                if mostly
+                else None,
                 inside_ns=row["inside_ns"] if mostly else None,
                 rank=row["rank"] if several else None,
                 rank_count=row["ranks"],
             )
         )
     advice = finding.advice
-    if candidate.hot_advice is not None and frames and frames[0].share >= _MOST_OF:
+    if candidate.hot_advice is not None and frames and frames[0].share >= _MAJORITY:
         hottest = replace(frames[0], file=frames[0].file and frames[0].file.rpartition("/")[2])
-        part = f"{units.duration(hottest.time_ns)} of {units.duration(host_ns)} are {hottest}"
+        part = f"{units.format_duration(hottest.time_ns)} of {units.format_duration(host_ns)} are {hottest}"
         advice = candidate.hot_advice.format(frame=part)
     return replace(finding, host_ns=host_ns, frames=tuple(frames), advice=advice)
 
 
-def _function(name: str) -> str:
+def _format_function_name(name: str) -> str:
     """The name of a function, an operator or a call as it stands in a sentence."""
-    return shorten_name(_BUILT_IN.sub(r"\1", name))
+    return shorten_name(_BUILT_IN_PATTERN.sub(r"\1", name))

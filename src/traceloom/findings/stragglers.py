@@ -9,68 +9,68 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.idle import HOST_CAUSES
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.lateness import CAUSE_WORDS, slow_ranks
-from traceloom.changes.changes import Change, Chosen, Selection
-from traceloom.changes.scenario import Scenario, first_starts
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.lateness import CAUSE_LABELS, find_slow_ranks
+from traceloom.changes.changes import Change, NodeSelection, Selection
+from traceloom.changes.scenario import Scenario, find_first_starts
 from traceloom.changes.whatif import whatif_many
-from traceloom.findings.communication import balance_exchange
+from traceloom.findings.communication import build_balanced_exchange
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as gs
 from traceloom.system import units
-from traceloom.trace.batch import stacked
+from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 
-_MOST_RANKS = 4
-_APART = "the ranks share no communication, so none waits for another"
-_UNEVEN = 1.05
-_WORK = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
-_ITS_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is called slow
+_MAX_RANKS = 4
+_NO_SHARED_COMMUNICATION = "the ranks share no communication, so none waits for another"
+_MIN_IMBALANCE = 1.05
+_WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
+_MIN_BLAME_SHARE = 0.1  # of all waiting at least: what goes back to a rank that is called slow
 _ADVICE = {
     "compute": "its share of the work, its clocks and power, what else runs on its device.",
     "host_data_loading": "its data: more workers, its storage, the size of its files.",
     "host_garbage_collection": "collect on all ranks at the same step: gc.disable() and gc.collect() every N steps.",
 }
-_ANY_ADVICE = "its host (processes beside it, its CPU's clock), its data, its share of the work."
+_DEFAULT_ADVICE = "its host (processes beside it, its CPU's clock), its data, its share of the work."
 _MEASURES = {"tokens": "tokens", "exchanged_bytes": "exchanged bytes", "embedding_ns": "time in embedding tables"}
 
 
-def straggler(context: Context) -> Iterator[Message]:
+def find_stragglers(context: Context) -> Iterator[Message]:
     """Ranks that begin late or work longer than the middle one."""
-    if context.rank_count < 2 or context.across is None:
+    if context.rank_count < 2 or context.rank_comparison is None:
         yield Abstention("straggler", "only one rank was recorded")
         return
     if not context.meeting:
-        yield Abstention("straggler", _APART)
+        yield Abstention("straggler", _NO_SHARED_COMMUNICATION)
         return
     # collectives of the step at which others waited, with the rank and cause where the chain of reasons ends
-    roots = context.across.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
+    roots = context.rank_comparison.collectives.filter(pl.col("wait_ns") > 0, pl.col("root_rank").is_not_null())
     roots = context.in_step(roots) if "step" in roots.columns else roots
     slow = {
         slow_rank.rank: slow_rank
-        for slow_rank in slow_ranks(context.across.collectives)
-        if slow_rank.fraction >= _ITS_SHARE
+        for slow_rank in find_slow_ranks(context.rank_comparison.collectives)
+        if slow_rank.fraction >= _MIN_BLAME_SHARE
     }
     # else those whose work, from when they begin, ends last
-    works = context.work_of_ranks(context.of_kind(*_WORK))
-    begins = first_starts(context.graph, *_WORK)
-    latest = slow or sorted(works, key=lambda rank: -(works[rank] + begins[rank]))
-    ranks = [rank for rank in latest if rank in context.meeting][:_MOST_RANKS]
+    works = context.compute_work_by_rank(context.select_kinds(*_WORK_KINDS))
+    first_starts = find_first_starts(context.graph, *_WORK_KINDS)
+    latest = slow or sorted(works, key=lambda rank: -(works[rank] + first_starts[rank]))
+    ranks = [rank for rank in latest if rank in context.meeting][:_MAX_RANKS]
     # ranks that were given more to do, by more than they compute for longer in all
-    kernels = context.of_kind(gs.KERNEL)
-    worst = _worst(context, kernels) if kernels.any() else None
-    measures = _measures(context)
+    kernels = context.select_kinds(gs.KERNEL)
+    worst = _find_busiest_rank(context, kernels) if kernels.any() else None
+    measures = _select_uneven_measures(context)
     if worst is not None:
         measures = measures.filter(
-            (pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _UNEVEN * worst[1])
+            (pl.col("measure") != "embedding_ns") | (pl.col("max_over_mean") > _MIN_IMBALANCE * worst[1])
         )
     uneven = measures["max_rank"].to_list()
     for rank in ranks:
         cause = slow[rank].cause if rank in slow else None
         # who has more to do is not slow: see compute-imbalance and shard-imbalance
         if not (rank in uneven and cause == "compute"):
-            yield _late(context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
+            yield _build_straggler(context, (rank,), f"rank {rank}", roots.filter(pl.col("root_rank") == rank), cause)
     # hosts with several ranks of which more than one is late, where there are other hosts
     hosts = {trace.rank: trace.meta.host for trace in context.traces if trace.rank is not None}
     for host in dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts):
@@ -80,87 +80,93 @@ def straggler(context: Context) -> Iterator[Message]:
         slow_members = [slow[rank] for rank in members if rank in slow]
         # that of most of the waiting for these ranks
         cause = max(slow_members, key=lambda slow_rank: slow_rank.waited_ns).cause if slow else None
-        yield _late(context, members, f"host {host} (ranks {', '.join(map(str, members))})",
+        yield _build_straggler(context, members, f"host {host} (ranks {', '.join(map(str, members))})",
                     roots.filter(pl.col("root_rank").is_in(list(members))), cause)  # fmt: skip
 
 
-def _late(context: Context, ranks: tuple[int, ...], who: str, roots: pl.DataFrame, cause: str | None) -> Candidate:
+def _build_straggler(
+    context: Context, ranks: tuple[int, ...], subject: str, roots: pl.DataFrame, cause: str | None
+) -> Candidate:
     """Ranks that begin late or work longer, with the collectives at which others waited for them."""
-    why = "" if cause is None else f": {CAUSE_WORDS[cause]}"
-    assert context.across is not None
+    cause_note = "" if cause is None else f": {CAUSE_LABELS[cause]}"
+    assert context.rank_comparison is not None
     # the waits of the ranks that waited longest, on their own clocks
     waits = []
     for row in roots.sort("wait_ns", descending=True).head(3).to_dicts():
-        parts = context.across.parts.filter(pl.col("instance") == row["instance"]).sort("wait_ns", descending=True)
+        parts = context.rank_comparison.parts.filter(pl.col("instance") == row["instance"]).sort(
+            "wait_ns", descending=True
+        )
         waiting = parts["rank"][0] if parts.height else None
-        trace = context.trace_of(waiting)
+        trace = context.find_trace(waiting)
         if parts.height and trace is not None:
             event = trace.events.row(parts["event"][0], named=True)
-            what = f"rank {waiting} waits in {row['kind']}"
-            waits.append(Evidence(what, waiting, event["start_ns"], event["duration_ns"], event["lane"]))
-    waited = units.duration(int(roots["wait_ns"].sum()))
-    meetings = units.count_of(roots.height, "collective")
-    seen = (Evidence(f"waits that end at {who}", ranks[0], count=roots.height, total_ns=int(roots["wait_ns"].sum())),)
+            label = f"rank {waiting} waits in {row['kind']}"
+            waits.append(Evidence(label, waiting, event["start_ns"], event["duration_ns"], event["lane"]))
+    waited = units.format_duration(int(roots["wait_ns"].sum()))
+    meetings = units.format_quantity(roots.height, "collective")
+    wait_summary = (
+        Evidence(f"waits that end at {subject}", ranks[0], count=roots.height, total_ns=int(roots["wait_ns"].sum())),
+    )
     return Candidate(
-        title=f"{who} makes the others wait{why}" + (f" ({waited} at {meetings})" if roots.height else ""),
+        title=f"{subject} makes the others wait{cause_note}" + (f" ({waited} at {meetings})" if roots.height else ""),
         changes=(Change("delay", Selection("host", "", ranks)),),
         confidence=0.7 if roots.height else 0.4,
-        advice=f"See what {who} does at that time: {_ADVICE.get(cause or '', _ANY_ADVICE)}",
-        evidence=(*waits, *(seen if roots.height else ())),
-        at_most_ns=_behind_ns(context, ranks),
-        host=partial(_compared, context, host=cause is None or cause in HOST_CAUSES),
+        advice=f"See what {subject} does at that time: {_ADVICE.get(cause or '', _DEFAULT_ADVICE)}",
+        evidence=(*waits, *(wait_summary if roots.height else ())),
+        at_most_ns=_compute_lag_ns(context, ranks),
+        host=partial(_select_host_stretches, context, host=cause is None or cause in HOST_CAUSES),
     )
 
 
-def _compared(context: Context, *, host: bool) -> pl.DataFrame:
+def _select_host_stretches(context: Context, *, host: bool) -> pl.DataFrame:
     """What the hosts of all ranks do, to compare late ones with the others; nothing where the host is not why."""
-    work = context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
+    work = context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
     return context.stretches(work if host else np.zeros_like(work))
 
 
-def _behind_ns(context: Context, ranks: tuple[int, ...]) -> int:
+def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
     """By how much these ranks together work more than the median of the others; a bound on what they cost.
 
     Work of each name differs from rank to rank by chance, and is as often more as it is less.
     """
     in_step = True if context.elsewhere is None else ~context.elsewhere
-    behind = 0
+    lag_ns = 0
     for node_kinds in ((gs.HOST, gs.THINK, gs.LAUNCH), (gs.KERNEL, gs.COPY, gs.FILL)):
-        works = context.work_of_ranks(context.of_kind(*node_kinds) & in_step)
-        others = [work for rank, work in works.items() if rank not in ranks]
-        most = max((works.get(rank, 0) for rank in ranks), default=0)
-        behind += max(most - round(float(np.median(others or [most]))), 0)
-    if context.piped:  # where a stage begins its step is the schedule's
-        return behind
-    begins = first_starts(context.graph, gs.HOST, gs.THINK, gs.LAUNCH)
-    usual = float(np.median([begin for rank, begin in begins.items() if rank not in ranks] or [0]))
-    return behind + max(round(max((begins.get(rank, usual) for rank in ranks), default=usual) - usual), 0)
+        works = context.compute_work_by_rank(context.select_kinds(*node_kinds) & in_step)
+        other_works = [work for rank, work in works.items() if rank not in ranks]
+        max_work = max((works.get(rank, 0) for rank in ranks), default=0)
+        lag_ns += max(max_work - round(float(np.median(other_works or [max_work]))), 0)
+    if context.is_pipeline:  # where a stage begins its step is the schedule's
+        return lag_ns
+    first_starts = find_first_starts(context.graph, gs.HOST, gs.THINK, gs.LAUNCH)
+    typical = float(np.median([start for rank, start in first_starts.items() if rank not in ranks] or [0]))
+    return lag_ns + max(round(max((first_starts.get(rank, typical) for rank in ranks), default=typical) - typical), 0)
 
 
-def imbalance(context: Context) -> Iterator[Message]:
+def find_compute_imbalance(context: Context) -> Iterator[Message]:
     """Ranks compute for different lengths of time."""
-    chosen = Selection("kernels")
-    mask = chosen.nodes(context.graph)
+    selection = Selection("kernels")
+    mask = selection.nodes(context.graph)
     if context.rank_count < 2 or not mask.any():
         yield Abstention("compute-imbalance", "it takes at least two ranks with GPU work")
         return
-    if context.piped:
+    if context.is_pipeline:
         yield Abstention("compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles")
         return
     if not context.meeting:
-        yield Abstention("compute-imbalance", _APART)
+        yield Abstention("compute-imbalance", _NO_SHARED_COMMUNICATION)
         return
-    worst = _worst(context, mask)
+    worst = _find_busiest_rank(context, mask)
     if worst is None:
         return
     largest, ratio, rank = worst
-    measures, also = _measures(context), ""
+    measures, also = _select_uneven_measures(context), ""
     if measures.height:  # what is uneven besides time: tokens, bytes, tables
         row = measures.row(0, named=True)
         also = f"; so are {_MEASURES[row['measure']]} (rank {row['max_rank']}: {row['max_over_mean']:.2f} ×)"
     yield Candidate(
-        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.duration(largest)}){also}",
-        changes=(Change("balance", chosen), *((even,) if (even := balance_exchange(context)) is not None else ())),
+        title=f"rank {rank} computes {ratio:.2f} × as long as the mean ({units.format_duration(largest)}){also}",
+        changes=(Change("balance", selection), *((even,) if (even := build_balanced_exchange(context)) is not None else ())),
         confidence=0.5,
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
         evidence=(Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
@@ -168,39 +174,41 @@ def imbalance(context: Context) -> Iterator[Message]:
     )  # fmt: skip
 
 
-def _worst(context: Context, mask: Bools) -> tuple[int, float, int] | None:
+def _find_busiest_rank(context: Context, mask: Bools) -> tuple[int, float, int] | None:
     """Work of the rank that works longest, times the mean, and which it is; None where all are about even."""
-    works = context.work_of_ranks(mask)
+    works = context.compute_work_by_rank(mask)
     rank = max(works, key=lambda rank: works[rank])
     ratio = works[rank] / max(float(sum(works.values())) / max(context.rank_count, 1), 1.0)
-    return None if ratio < _UNEVEN else (works[rank], ratio, rank)
+    return None if ratio < _MIN_IMBALANCE else (works[rank], ratio, rank)
 
 
-def _measures(context: Context) -> pl.DataFrame:
+def _select_uneven_measures(context: Context) -> pl.DataFrame:
     """Measures of what ranks were given that differ, the most uneven first."""
-    assert context.across is not None
-    return context.across.balance.measures.filter(
-        pl.col("measure").is_in(list(_MEASURES)), pl.col("max_over_mean") > _UNEVEN
+    assert context.rank_comparison is not None
+    return context.rank_comparison.balance.measures.filter(
+        pl.col("measure").is_in(list(_MEASURES)), pl.col("max_over_mean") > _MIN_IMBALANCE
     ).sort("max_over_mean", descending=True)
 
 
-def shards(context: Context) -> Iterator[Message]:
+def find_shard_imbalance(context: Context) -> Iterator[Message]:
     """Embedding tables that are spread unevenly."""
     if context.rank_count < 2:
         yield Abstention("shard-imbalance", "only one rank was recorded")
         return
     if not context.meeting:
-        yield Abstention("shard-imbalance", _APART)
+        yield Abstention("shard-imbalance", _NO_SHARED_COMMUNICATION)
         return
-    work = stacked(kinds(trace) for trace in context.traces)
-    mask = context.nodes_of_all(work.filter(pl.col("kind") == "embedding")) & context.of_kind(gs.KERNEL)
-    worst = _worst(context, mask) if mask.any() else None
+    work = concatenate_by_trace(classify_kinds(trace) for trace in context.traces)
+    mask = context.select_nodes_of_stacked_events(work.filter(pl.col("kind") == "embedding")) & context.select_kinds(
+        gs.KERNEL
+    )
+    worst = _find_busiest_rank(context, mask) if mask.any() else None
     if worst is None:
         return
     largest, ratio, rank = worst
     yield Candidate(
-        title=f"rank {rank} spends {ratio:.2f} × the mean in embedding tables ({units.duration(largest)})",
-        changes=(Change("balance", Chosen("embedding kernels", mask, "kernels")),),
+        title=f"rank {rank} spends {ratio:.2f} × the mean in embedding tables ({units.format_duration(largest)})",
+        changes=(Change("balance", NodeSelection("embedding kernels", mask, "kernels")),),
         confidence=0.5,
         advice="Plan the shards by measured cost: split large tables by row or column, move tables between ranks.",
         evidence=context.evidence(mask & (context.graph.rank_numbers == rank)),
@@ -208,40 +216,40 @@ def shards(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("straggler", "a rank or host makes the others wait", straggler),
-    FindingRule("compute-imbalance", "ranks compute for different lengths of time", imbalance),
-    FindingRule("shard-imbalance", "embedding tables are spread unevenly", shards),
+    FindingRule("straggler", "a rank or host makes the others wait", find_stragglers),
+    FindingRule("compute-imbalance", "ranks compute for different lengths of time", find_compute_imbalance),
+    FindingRule("shard-imbalance", "embedding tables are spread unevenly", find_shard_imbalance),
 )
 
-_LEAST = 0.05  # of a stage's window
-_LEFT = 0.5  # of the bubbles, with two chunks per stage
-_TRIES, _NEAR = 6, 0.01  # until a step is shorter by what the schedule saves, and how near is near enough
-_PER_STAGE = 4  # microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
+_MIN_BUBBLE_SHARE = 0.05  # of a stage's window
+_BUBBLES_LEFT = 0.5  # of the bubbles, with two chunks per stage
+_MAX_TRIES, _TOLERANCE = 6, 0.01  # until a step is shorter by what the schedule saves, and how near is near enough
+_MICROBATCHES_PER_STAGE = 4  # microbatches, from which on bubbles hardly matter (Huang et al., GPipe, 2019, section 2)
 
 
-def bubbles(context: Context) -> Iterator[Message]:
+def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
     """Stages wait for each other at the beginning and end of each step."""
-    if context.across is None:
+    if context.rank_comparison is None:
         yield Abstention("pipeline-bubbles", "only one rank was recorded")
         return
-    rows = context.in_step(context.across.pipeline.steps)
+    rows = context.in_step(context.rank_comparison.pipeline.steps)
     if not rows.height:
         messages = pl.col("kind").is_in(["send", "receive"])
         if context.graph.communication.select(messages.any()).item():
             yield Abstention("pipeline-bubbles", "ranks send to each other, but the order of stages is not known")
         return
     window, bubble = float(rows["window_ns"].sum()), float(rows["bubble_ns"].sum())
-    if bubble < _LEAST * window:
+    if bubble < _MIN_BUBBLE_SHARE * window:
         return
     share = bubble / max(window, 1.0)
-    mean_ns, left_ns, how = _better(context, rows)
+    mean_ns, left_ns, assumption = _estimate_better_schedule(context, rows)
     worst = rows.sort("bubble_ns", descending=True).head(3)
     stages = rows["stage"].n_unique()
     yield Candidate(
-        title=f"pipeline bubbles take {units.share(share, 1)} of {stages} stages' time",
-        changes=(_shorter(context, share, mean_ns, mean_ns - left_ns),),
+        title=f"pipeline bubbles take {units.format_share(share, 1)} of {stages} stages' time",
+        changes=(_build_shorter_step(context, share, mean_ns, mean_ns - left_ns),),
         confidence=0.4,
-        advice=f"More microbatches per step, or an interleaved or zero-bubble schedule: the saving assumes {how}.",
+        advice=f"More microbatches per step, or an interleaved or zero-bubble schedule: the saving assumes {assumption}.",
         evidence=tuple(
             Evidence(f"bubbles of stage {row['stage']}", row["rank"], total_ns=row["bubble_ns"])
             for row in worst.to_dicts()
@@ -250,7 +258,7 @@ def bubbles(context: Context) -> Iterator[Message]:
     )
 
 
-def _shorter(context: Context, share: float, bubble_ns: float, target_ns: float) -> Change:
+def _build_shorter_step(context: Context, share: float, bubble_ns: float, target_ns: float) -> Change:
     """Everything takes less time, so that the step gets as much shorter as the bubbles that go are long.
 
     All stages wait in turn, so that a shorter bubble shortens the whole step evenly. Stages are in different steps at
@@ -260,20 +268,20 @@ def _shorter(context: Context, share: float, bubble_ns: float, target_ns: float)
     everything = np.ones(context.graph.nodes.height, dtype=np.bool_)
     base = Scenario.of(context.graph)
 
-    def change(gone: float) -> Change:
-        return Change("scale", Chosen("everything, by the bubbles that go", everything), 1 - gone)
+    def change(fraction: float) -> Change:
+        return Change("scale", NodeSelection("everything, by the bubbles that go", everything), 1 - fraction)
 
-    gone = share * target_ns / max(bubble_ns, 1.0)
-    for _ in range(_TRIES):
-        times = whatif_many(context.graph, (base, context.changed(base, [change(gone)])), context.plan)
+    removed_share = share * target_ns / max(bubble_ns, 1.0)
+    for _ in range(_MAX_TRIES):
+        times = whatif_many(context.graph, (base, context.changed(base, [change(removed_share)])), context.plan)
         saved = float(times[0] - times[1]) / context.step_count
-        if saved <= 0 or saved >= (1 - _NEAR) * target_ns:
+        if saved <= 0 or saved >= (1 - _TOLERANCE) * target_ns:
             break
-        gone = min(gone * target_ns / saved, 1.0)
-    return change(gone)
+        removed_share = min(removed_share * target_ns / saved, 1.0)
+    return change(removed_share)
 
 
-def _better(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
+def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
     """Four microbatches per stage where there are fewer; else two chunks per stage.
 
     With m microbatches each stage waits (stages - 1) / m of the time it computes for the pipeline to fill and to drain;
@@ -290,23 +298,23 @@ def _better(context: Context, rows: pl.DataFrame) -> tuple[float, float, str]:
     if context.steps is not None:
         last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]
         received = context.graph.nodes.filter(
-            pl.Series(context.of_kind(gs.RECEIVE)),
+            pl.Series(context.select_kinds(gs.RECEIVE)),
             pl.col("rank").is_in(last.implode()),
             pl.col("step").is_in(list(context.steps)),
         )
         counts = received.group_by("rank", "step").len()["len"].unique().to_list()
         now = int(counts[0]) if len(counts) == 1 else None
     bubble = float(rows["bubble_ns"].mean() or 0)  # type: ignore[arg-type]
-    target_count = _PER_STAGE * rows["stage"].n_unique()
+    target_count = _MICROBATCHES_PER_STAGE * rows["stage"].n_unique()
     if now is None:
-        return bubble, bubble * _LEFT, "two chunks per stage, which halve the bubbles"
+        return bubble, bubble * _BUBBLES_LEFT, "two chunks per stage, which halve the bubbles"
     waits = min(float(rows["steady_ns"].min() or 0), bubble)  # type: ignore[arg-type]
     message, filling = waits / max(now - 1, 1), bubble - waits
     if now < target_count:
-        left = filling * now / target_count + message * (target_count - 1)
-        return bubble, min(left, bubble), f"{target_count} microbatches, four per stage, in place of {now}"
-    left = filling * _LEFT + 2 * waits  # each chunk has messages of its own
-    return bubble, min(left, bubble), "two chunks per stage, which halve the time until all are busy"
+        remaining_ns = filling * now / target_count + message * (target_count - 1)
+        return bubble, min(remaining_ns, bubble), f"{target_count} microbatches, four per stage, in place of {now}"
+    remaining_ns = filling * _BUBBLES_LEFT + 2 * waits  # each chunk has messages of its own
+    return bubble, min(remaining_ns, bubble), "two chunks per stage, which halve the time until all are busy"
 
 
-PIPELINE_RULES = (FindingRule("pipeline-bubbles", "stages of a pipeline wait for each other", bubbles),)
+PIPELINE_RULES = (FindingRule("pipeline-bubbles", "stages of a pipeline wait for each other", find_pipeline_bubbles),)

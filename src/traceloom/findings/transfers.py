@@ -7,46 +7,46 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom.changes.changes import Change, Chosen
+from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message
 from traceloom.graph import graph as gs
 from traceloom.system import units
-from traceloom.trace.batch import stacked
+from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 
-_LEAST_BYTES = 4096  # less is a value that is read, not data that is moved
-_LEAST_SHARE = 0.02
-_HOST = ("HtoD", "DtoH")
+_MIN_BYTES = 4096  # less is a value that is read, not data that is moved
+_MIN_SHARE = 0.02
+_HOST_COPY_KINDS = ("HtoD", "DtoH")
 
 
-def _copies(context: Context) -> pl.DataFrame:
+def _collect_copies(context: Context) -> pl.DataFrame:
     """Copies of all traces, of each in order: trace, event, kind, bytes, start_ns, duration_ns, op, launch, step."""
     columns = ["start_ns", "duration_ns", "op", "launch", "step"]
     copies = (trace.copies.hstack(trace.events[columns][trace.copies["event"]]) for trace in context.traces)
-    return stacked(copies).sort("trace", "start_ns")
+    return concatenate_by_trace(copies).sort("trace", "start_ns")
 
 
-def _between_host_and_device(context: Context) -> pl.DataFrame:
+def _select_host_device_copies(context: Context) -> pl.DataFrame:
     """Those that move data between host and device."""
-    data = pl.col("kind").is_in(list(_HOST)) & (pl.col("bytes") >= _LEAST_BYTES)
-    return context.ask(context, _copies).filter(data)
+    data = pl.col("kind").is_in(list(_HOST_COPY_KINDS)) & (pl.col("bytes") >= _MIN_BYTES)
+    return context.ask(context, _collect_copies).filter(data)
 
 
-def back_and_forth(context: Context) -> Iterator[Message]:
+def find_round_trip_copies(context: Context) -> Iterator[Message]:
     """The same number of bytes goes to the host and comes back."""
-    if not context.of_kind(gs.COPY).any():
-        if not context.on_device:
+    if not context.select_kinds(gs.COPY).any():
+        if not context.has_gpu_work:
             yield Abstention("needless-copies", "no GPU work was recorded")
         return
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     pairs = 0
-    copies = context.in_step(_between_host_and_device(context))
-    for trace, of_trace in context.by_trace(copies):
+    copies = context.in_step(_select_host_device_copies(context))
+    for trace, trace_copies in context.split_by_trace(copies):
         # a copy to the host, and the next copy of as many bytes back
         paired: list[int] = []
         waiting: dict[int, list[int]] = {}
-        for event, kind, size in of_trace[["event", "kind", "bytes"]].iter_rows():
+        for event, kind, size in trace_copies[["event", "kind", "bytes"]].iter_rows():
             if kind == "DtoH":
                 waiting.setdefault(size, []).append(event)
             elif waiting.get(size):
@@ -57,39 +57,39 @@ def back_and_forth(context: Context) -> Iterator[Message]:
         mask |= context.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
     if not pairs or not mask.any():
         return
-    on_device = mask & context.of_kind(gs.COPY)
-    chosen = Chosen("copies to the host and back", mask, "copies")
+    on_device = mask & context.select_kinds(gs.COPY)
+    selection = NodeSelection("copies to the host and back", mask, "copies")
     yield Candidate(
-        title=f"{units.count(pairs)} times data goes to the host and as many bytes come back: "
-        f"{units.duration(context.work_ns(on_device))} of copying{context.over_ranks}",
-        changes=(Change("drop", chosen), Change("remove", chosen)),
+        title=f"{units.format_count(pairs)} times data goes to the host and as many bytes come back: "
+        f"{units.format_duration(context.work_ns(on_device))} of copying{context.rank_sum_suffix}",
+        changes=(Change("drop", selection), Change("remove", selection)),
         confidence=0.5,
         advice="Keep it on the device: no `.cpu()`, `.numpy()` or `.to('cpu')` between two operations of the device.",
         evidence=context.evidence(on_device),
     )
 
 
-def on_the_device(context: Context) -> Iterator[Message]:
+def find_device_copies(context: Context) -> Iterator[Message]:
     """Copies from the device to itself."""
-    by_op: dict[str, int] = {}
-    copies = context.ask(context, _copies).filter(pl.col("kind") == "DtoD")
-    mask = context.nodes_of_all(copies)
+    op_times: dict[str, int] = {}
+    copies = context.ask(context, _collect_copies).filter(pl.col("kind") == "DtoD")
+    mask = context.select_nodes_of_stacked_events(copies)
     for number, op, duration_ns in copies.group_by("trace", "op").agg(pl.col("duration_ns").sum()).iter_rows():
         names, parents = (context.traces[number].events[column] for column in ("name", "parent"))
         name = "no operator" if op is None else names[op]
         if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
             name = names[parents[op]]
-        by_op[shorten_name(name)] = by_op.get(shorten_name(name), 0) + duration_ns
-    mask &= context.of_kind(gs.COPY)
+        op_times[shorten_name(name)] = op_times.get(shorten_name(name), 0) + duration_ns
+    mask &= context.select_kinds(gs.COPY)
     time = context.work_ns(mask)
-    if not mask.any() or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
+    if not mask.any() or time < _MIN_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
-    most = max(by_op, key=lambda name: by_op[name])
-    own = context.own(mask)
+    top_operator = max(op_times, key=lambda name: op_times[name])
+    in_steps = context.own(mask)
     yield Candidate(
-        title=f"{context.many(int(own.sum()))} copies inside the device take {context.in_words(context.work_ns(own))}, "
-        f"most of it in {most}{context.over_ranks}",
-        changes=(Change("remove", Chosen("copies inside the device", mask, "copies")),),
+        title=f"{context.many(int(in_steps.sum()))} copies inside the device take {context.format_time_per_step(context.work_ns(in_steps))}, "
+        f"most of it in {top_operator}{context.rank_sum_suffix}",
+        changes=(Change("remove", NodeSelection("copies inside the device", mask, "copies")),),
         confidence=0.3,
         advice="Avoid clones and changes of layout: write in place or into preallocated tensors, keep one memory "
         "format, do not clone inputs of compiled or graphed functions that are never modified.",
@@ -97,18 +97,18 @@ def on_the_device(context: Context) -> Iterator[Message]:
     )
 
 
-def exposed(context: Context) -> Iterator[Message]:
+def find_exposed_copies(context: Context) -> Iterator[Message]:
     """Copies between host and device while nothing computes."""
-    mask = context.nodes_of_all(_between_host_and_device(context)) & context.of_kind(gs.COPY)
-    if context.exposed_ns(mask) < _LEAST_SHARE * context.whole_ns:
+    mask = context.select_nodes_of_stacked_events(_select_host_device_copies(context)) & context.select_kinds(gs.COPY)
+    if context.compute_exposed_ns(mask) < _MIN_SHARE * context.whole_ns:
         return
-    own = context.own(mask)
-    alone = context.exposed_ns(own)
-    size = int(context.graph.nodes["bytes"].to_numpy()[own].sum()) // context.step_count if own.any() else 0
+    in_steps = context.own(mask)
+    exposed_ns = context.compute_exposed_ns(in_steps)
+    size = int(context.graph.nodes["bytes"].to_numpy()[in_steps].sum()) // context.step_count if in_steps.any() else 0
     yield Candidate(
-        title=f"nothing is computed during {context.in_words(alone)} of copying between host and device "
-        f"({units.size(size)}{context.over_ranks})",
-        changes=(Change("overlap", Chosen("copies between host and device, beside computing", mask, "copies")),),
+        title=f"nothing is computed during {context.format_time_per_step(exposed_ns)} of copying between host and device "
+        f"({units.format_size(size)}{context.rank_sum_suffix})",
+        changes=(Change("overlap", NodeSelection("copies between host and device, beside computing", mask, "copies")),),
         confidence=0.4,
         advice="Copy the next batch on a stream of its own while this one is computed: pinned memory, "
         "`non_blocking=True`, a prefetching loader.",
@@ -117,30 +117,30 @@ def exposed(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("needless-copies", "data goes to the host and comes back", back_and_forth),
-    FindingRule("device-copies", "copies from the device to itself", on_the_device),
-    FindingRule("exposed-copies", "copies not overlapped by compute", exposed),
+    FindingRule("needless-copies", "data goes to the host and comes back", find_round_trip_copies),
+    FindingRule("device-copies", "copies from the device to itself", find_device_copies),
+    FindingRule("exposed-copies", "copies not overlapped by compute", find_exposed_copies),
 )
 
-_FULL = 0.9  # of the device
-_LEAST_GROWTH = 10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
+_NEARLY_FULL_SHARE = 0.9  # of the device
+_MIN_GROWTH_BYTES = 10_000  # bytes per step; less takes more than 100,000 steps to become a gigabyte
 _ORDINALS = {2: "second", 3: "third"}
 _NOT_RECORDED = "allocations were not recorded"
-_FRAGMENTED = 0.25  # of what is reserved, unused at the peak
+_MIN_FRAGMENTED_SHARE = 0.25  # of what is reserved, unused at the peak
 
 
-def growth(context: Context) -> Iterator[Message]:
+def find_memory_growth(context: Context) -> Iterator[Message]:
     """Memory that every step leaves behind, or every second or third."""
     if not context.allocations:
         yield Abstention("memory-growth", _NOT_RECORDED)
     for trace, allocations in context.allocations:
-        for row in allocations.growth.filter(pl.col("bytes_per_step") >= _LEAST_GROWTH).to_dicts():
+        for row in allocations.growth.filter(pl.col("bytes_per_step") >= _MIN_GROWTH_BYTES).to_dicts():
             per_step, period = round(row["bytes_per_step"]), row["period"]
             steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
             yield MemoryCandidate(
-                title=f"{row['site']} leaves {units.size(per_step * period)} behind in every {steps}",
+                title=f"{row['site']} leaves {units.format_size(per_step * period)} behind in every {steps}",
                 saving_bytes=row["bytes"],
-                risk=f"memory grows by {units.size(per_step)} per step until it is full",
+                risk=f"memory grows by {units.format_size(per_step)} per step until it is full",
                 severe=True,
                 confidence=0.7,
                 advice="Do not keep tensors with their graph: detach what is collected, or turn it into numbers.",
@@ -148,16 +148,16 @@ def growth(context: Context) -> Iterator[Message]:
             )
 
 
-def fragmentation(context: Context) -> Iterator[Message]:
+def find_fragmentation(context: Context) -> Iterator[Message]:
     """Memory that the allocator holds and cannot give out."""
     if not context.allocations:
         yield Abstention("memory-fragmentation", _NOT_RECORDED)
     for trace, allocations in context.allocations:
         for row in allocations.pools.drop_nulls("reserved_at_peak_bytes").to_dicts():
             spare = row["reserved_at_peak_bytes"] - row["peak_bytes"]
-            if spare > _FRAGMENTED * row["reserved_at_peak_bytes"]:
+            if spare > _MIN_FRAGMENTED_SHARE * row["reserved_at_peak_bytes"]:
                 yield MemoryCandidate(
-                    title=f"{units.size(spare)} of {units.size(row['reserved_at_peak_bytes'])} reserved are unused "
+                    title=f"{units.format_size(spare)} of {units.format_size(row['reserved_at_peak_bytes'])} reserved are unused "
                     "at the peak",
                     saving_bytes=spare,
                     risk=None,
@@ -168,18 +168,18 @@ def fragmentation(context: Context) -> Iterator[Message]:
                 )
 
 
-def nearly_full(context: Context) -> Iterator[Message]:
+def find_nearly_full_memory(context: Context) -> Iterator[Message]:
     """A device that is nearly full."""
     if not context.allocations:
         yield Abstention("memory-nearly-full", _NOT_RECORDED)
     for trace, allocations in context.allocations:
         sizes = {d.get("device"): d.get("memory_bytes") for d in (trace.meta.capture or {}).get("devices") or []}
         for row in allocations.pools.to_dicts():
-            whole = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
+            capacity = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
             used = max(row["peak_bytes"], row["reserved_at_peak_bytes"] or 0)
-            if isinstance(whole, int) and used > _FULL * whole:
+            if isinstance(capacity, int) and used > _NEARLY_FULL_SHARE * capacity:
                 yield MemoryCandidate(
-                    title=f"{units.size(used)} of {units.size(whole)} are taken at the peak",
+                    title=f"{units.format_size(used)} of {units.format_size(capacity)} are taken at the peak",
                     saving_bytes=None,
                     risk="a larger batch, a longer sequence or fragmentation ends the run",
                     severe=True,
@@ -190,7 +190,7 @@ def nearly_full(context: Context) -> Iterator[Message]:
 
 
 MEMORY_RULES = (
-    FindingRule("memory-growth", "memory grows with every step", growth),
-    FindingRule("memory-fragmentation", "reserved memory that is not used", fragmentation),
-    FindingRule("memory-nearly-full", "a device that is nearly full", nearly_full),
+    FindingRule("memory-growth", "memory grows with every step", find_memory_growth),
+    FindingRule("memory-fragmentation", "reserved memory that is not used", find_fragmentation),
+    FindingRule("memory-nearly-full", "a device that is nearly full", find_nearly_full_memory),
 )

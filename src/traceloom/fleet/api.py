@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from traceloom.fleet.store.captures import AuditEntry, Role, TaskState, TokenRecord
-from traceloom.server.problem import HttpAnswer
-from traceloom.system.text import NAME_OF_USER, ONE_LINE, SHA256
+from traceloom.server.problem import HttpResponseBody
+from traceloom.system.text import ONE_LINE, SHA256, USER_NAME
 
 Job = Annotated[str, Meta(max_length=200, pattern=ONE_LINE)]
-TokenName = Annotated[str, Meta(pattern=NAME_OF_USER)]
+TokenName = Annotated[str, Meta(pattern=USER_NAME)]
 
 
 class AnnouncedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,14 +23,14 @@ class AnnouncedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sha256: Annotated[str, Meta(pattern=SHA256)]
 
 
-class AnnounceBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class AnnounceBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A capture that is to be uploaded, and of which job it is, where that is known."""
 
     files: Annotated[list[AnnouncedFile], Meta(min_length=1, max_length=100_000)]
     job: Job = ""
 
 
-class UploadTarget(HttpAnswer, frozen=True):
+class UploadTarget(HttpResponseBody, frozen=True):
     """Where to PUT a file: a whole address that is signed, or a path of this service, which wants the token.
 
     Azure's store wants the header `x-ms-blob-type: BlockBlob` beside it.
@@ -40,7 +40,7 @@ class UploadTarget(HttpAnswer, frozen=True):
     url: str
 
 
-class AnnounceAnswer(HttpAnswer, frozen=True):
+class AnnounceAnswer(HttpResponseBody, frozen=True):
     """The name of the capture, and the files that are not there yet. `complete`: nothing is left to do."""
 
     id: str
@@ -48,14 +48,14 @@ class AnnounceAnswer(HttpAnswer, frozen=True):
     uploads: list[UploadTarget]
 
 
-class FileAnswer(HttpAnswer, frozen=True):
+class FileAnswer(HttpResponseBody, frozen=True):
     """A file that arrived whole."""
 
     name: str
     size: int
 
 
-class TaskAnswer(HttpAnswer, frozen=True):
+class TaskAnswer(HttpResponseBody, frozen=True):
     """An analysis of a capture; `error`: why the last try failed."""
 
     version: str
@@ -64,7 +64,7 @@ class TaskAnswer(HttpAnswer, frozen=True):
     error: str
 
 
-class CaptureAnswer(HttpAnswer, frozen=True):
+class CaptureAnswer(HttpResponseBody, frozen=True):
     """A capture. `state`: of its last task; "" where its files are not all there. `files`: name -> bytes."""
 
     id: str
@@ -78,7 +78,7 @@ class CaptureAnswer(HttpAnswer, frozen=True):
     files: dict[str, int]
 
 
-class CapturesParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class CapturesParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Which captures: of a job, received before an instant, at most so many."""
 
     job: Job = ""
@@ -86,19 +86,19 @@ class CapturesParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     most: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
-class CapturesAnswer(HttpAnswer, frozen=True):
+class CapturesAnswer(HttpResponseBody, frozen=True):
     """Captures, newest first."""
 
     captures: list[CaptureAnswer]
 
 
-class FleetHealth(HttpAnswer, frozen=True):
+class FleetHealth(HttpResponseBody, frozen=True):
     """Whether the service lives: its state answers."""
 
     healthy: bool
 
 
-class FleetCheck(HttpAnswer, frozen=True):
+class FleetCheck(HttpResponseBody, frozen=True):
     """A part of the service: whether it works, what there is to say of it, what would help."""
 
     name: str
@@ -107,27 +107,27 @@ class FleetCheck(HttpAnswer, frozen=True):
     help: str = ""
 
 
-class FleetCheckAnswer(HttpAnswer, frozen=True):
+class FleetCheckAnswer(HttpResponseBody, frozen=True):
     """All parts of the service, and how many tasks are in each state."""
 
     checks: list[FleetCheck]
     tasks: dict[TaskState, int]
 
 
-class BackfillBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class BackfillBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Analyse with this version what it did not analyse yet; with `again`, also what it quarantined."""
 
     again: bool = False
 
 
-class BackfillAnswer(HttpAnswer, frozen=True):
+class BackfillAnswer(HttpResponseBody, frozen=True):
     """How many captures wait now for an analysis by `version`."""
 
     version: str
     captures: int
 
 
-class TokenBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class TokenBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A token that is to be made. `days`: after how many it expires, 0: never."""
 
     name: TokenName
@@ -135,7 +135,7 @@ class TokenBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     days: Annotated[float, Meta(ge=0, le=36_500)] = 0
 
 
-class TokenAnswer(HttpAnswer, frozen=True):
+class TokenAnswer(HttpResponseBody, frozen=True):
     """A new token; nobody can be told `token` again."""
 
     name: str
@@ -143,19 +143,19 @@ class TokenAnswer(HttpAnswer, frozen=True):
     token: str
 
 
-class TokensAnswer(HttpAnswer, frozen=True):
+class TokensAnswer(HttpResponseBody, frozen=True):
     """All tokens, without what opens anything."""
 
     tokens: list[TokenRecord]
 
 
-class RevokedAnswer(HttpAnswer, frozen=True):
+class RevokedAnswer(HttpResponseBody, frozen=True):
     """A token that opens nothing any more."""
 
     name: str
 
 
-class AuditAnswer(HttpAnswer, frozen=True):
+class AuditAnswer(HttpResponseBody, frozen=True):
     """The last lines of the audit, newest first."""
 
     entries: list[AuditEntry]

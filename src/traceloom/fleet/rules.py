@@ -12,9 +12,9 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from traceloom.agent.config import parsed
+from traceloom.agent.config import parse_document
 from traceloom.agent.fleet_link.protocol import HostProcess
-from traceloom.agent.traces.requests import ProfilerName, Wanted
+from traceloom.agent.traces.requests import ProfilerName, TraceSpec
 from traceloom.errors import InputError, nearest, unreadable
 from traceloom.fleet.store.schema import DIMENSIONS
 from traceloom.server.settings import ConfigTable
@@ -26,9 +26,9 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - the tests run on newer ones
     import tomli as tomllib
 
-MOST_BYTES = 1 << 22
-_MATCHED = ("job", "scheduler", *DIMENSIONS)
-_LABEL = re.compile(r"label\.[A-Za-z0-9_./-]{1,100}")
+MAX_BYTES = 1 << 22
+_MATCHABLE_FIELDS = ("job", "scheduler", *DIMENSIONS)
+_LABEL_KEY = re.compile(r"label\.[A-Za-z0-9_./-]{1,100}")
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 
@@ -50,8 +50,10 @@ class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     until: date | None = None
 
     def __post_init__(self) -> None:
-        if strange := sorted(name for name in self.match if name not in _MATCHED and not _LABEL.fullmatch(name)):
-            raise ValueError(f"no job is matched by `{strange[0]}`, but by {', '.join(_MATCHED)}, label.NAME")
+        if strange := sorted(
+            name for name in self.match if name not in _MATCHABLE_FIELDS and not _LABEL_KEY.fullmatch(name)
+        ):
+            raise ValueError(f"no job is matched by `{strange[0]}`, but by {', '.join(_MATCHABLE_FIELDS)}, label.NAME")
         if strange := sorted(set(self.set) - set(DIMENSIONS)):
             raise ValueError(f"`{strange[0]}` is not what a rule sets: {', '.join(DIMENSIONS)}")
         if self.from_ns >= self.until_ns:
@@ -60,12 +62,12 @@ class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     @property
     def from_ns(self) -> int:
         """From when on, Unix time."""
-        return EARLIEST if self.first is None else _ns(self.first)
+        return EARLIEST if self.first is None else _convert_to_ns(self.first)
 
     @property
     def until_ns(self) -> int:
         """When it ends."""
-        return LATEST if self.until is None else _ns(self.until)
+        return LATEST if self.until is None else _convert_to_ns(self.until)
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,16 +106,16 @@ def read_rules(path: Path) -> tuple[OwnerRule, ...]:
     Raises:
         InputError: `unreadable`, `bad-owners`.
     """
-    return rules_of(_bytes_of(path), str(path))
+    return parse_rules(_read_file(path), str(path))
 
 
-def rules_of(text: str | bytes, where: str = "") -> tuple[OwnerRule, ...]:
+def parse_rules(text: str | bytes, location: str = "") -> tuple[OwnerRule, ...]:
     """The same from the text of the file, which lies there.
 
     Raises:
         InputError: `bad-owners`.
     """
-    return _converted(text, _OwnersDocument, slug="bad-owners", where=where).rule
+    return _parse_toml(text, _OwnersDocument, slug="bad-owners", location=location).rule
 
 
 def read_prices(path: Path) -> Prices:
@@ -122,40 +124,40 @@ def read_prices(path: Path) -> Prices:
     Raises:
         InputError: `unreadable`, `bad-prices`.
     """
-    return prices_of(_bytes_of(path), str(path))
+    return parse_prices(_read_file(path), str(path))
 
 
-def prices_of(text: str | bytes, where: str = "") -> Prices:
+def parse_prices(text: str | bytes, location: str = "") -> Prices:
     """The same from the text of the file, which lies there.
 
     Raises:
         InputError: `bad-prices`.
     """
-    return _converted(text, Prices, slug="bad-prices", where=where)
+    return _parse_toml(text, Prices, slug="bad-prices", location=location)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
-        return read_small(path, MOST_BYTES)
+        return read_small(path, MAX_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _converted(text: str | bytes, kind: type[_Kind], *, slug: str, where: str) -> _Kind:
+def _parse_toml(text: str | bytes, kind: type[_Kind], *, slug: str, location: str) -> _Kind:
     try:
         return msgspec.convert(tomllib.loads(text if isinstance(text, str) else text.decode()), kind)
     except (ValueError, RecursionError) as error:  # what is no TOML, no UTF-8, or has a wrong key
-        raise InputError(f"the file is not what it should be: {error}", slug=slug, where=where) from error
+        raise InputError(f"the file is not what it should be: {error}", slug=slug, where=location) from error
 
 
-def _ns(day: date) -> int:
+def _convert_to_ns(day: date) -> int:
     return int(datetime(day.year, day.month, day.day, tzinfo=timezone.utc).timestamp()) * 1_000_000_000
 
 
-USUAL_STEPS = 3
-LABELS = ("job", "user", "account", "scheduler", "framework")
+DEFAULT_STEPS = 3
+MATCHED_LABELS = ("job", "user", "account", "scheduler", "framework")
 _DAY_S = 86_400.0
-_MOST_RULES = 100
+_MAX_RULES = 100
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -182,18 +184,18 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
         if self.steps is not None and self.duration is not None:
             raise ValueError(f"`{self.name}` has both `steps` and `duration`")
         for label in self.where:
-            if label not in LABELS:
-                hint = nearest(label, LABELS)
-                raise ValueError(f"`{self.name}` has `where.{label}`; {hint}it may have {', '.join(LABELS)}")
+            if label not in MATCHED_LABELS:
+                hint = nearest(label, MATCHED_LABELS)
+                raise ValueError(f"`{self.name}` has `where.{label}`; {hint}it may have {', '.join(MATCHED_LABELS)}")
 
     def takes(self, process: HostProcess) -> bool:
         """Whether a process is of a job that the rule is about."""
         return all(fnmatchcase(getattr(process, label), pattern) for label, pattern in self.where.items())
 
-    def wanted(self, job: str) -> Wanted:
+    def wanted(self, job: str) -> TraceSpec:
         """What is asked for."""
-        steps = USUAL_STEPS if self.steps is None and self.duration is None else self.steps
-        return Wanted(
+        steps = DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps
+        return TraceSpec(
             job=job, ranks=self.ranks, profilers=self.profilers, steps=steps, duration_s=self.duration,
             shapes=self.shapes, stacks=self.stacks,
         )  # fmt: skip
@@ -245,8 +247,8 @@ class FleetRules(ConfigTable, frozen=True):
     budget: FleetBudget = FleetBudget()
 
     def __post_init__(self) -> None:
-        if len(self.triggers) > _MOST_RULES:
-            raise ValueError(f"there are more than {_MOST_RULES} triggers")
+        if len(self.triggers) > _MAX_RULES:
+            raise ValueError(f"there are more than {_MAX_RULES} triggers")
         names = [rule.name for rule in self.triggers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two triggers have the name `{twice[0]}`")
@@ -258,9 +260,9 @@ class FleetRules(ConfigTable, frozen=True):
         Raises:
             InputError: `wrong-config`.
         """
-        return parsed(text, cls, "the rules")
+        return parse_document(text, cls, "the rules")
 
 
-def on(rule: FleetRule) -> str:
+def get_rule_kind(rule: FleetRule) -> str:
     """The kind of a rule, as `on` names it."""
     return str(rule.__struct_config__.tag)

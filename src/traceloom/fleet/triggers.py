@@ -18,12 +18,12 @@ import msgspec
 import polars as pl
 
 from traceloom.agent.fleet_link.protocol import HostProcess, UsageRow
-from traceloom.agent.traces.requests import Cause
-from traceloom.agent.triggers.store import Fired, Refused, RuleCounts, TriggerRefusal
-from traceloom.agent.triggers.watches import Firing
+from traceloom.agent.traces.requests import TriggerCause
+from traceloom.agent.triggers.store import LastFiring, LastRefusal, RuleCounts, TriggerRefusal
+from traceloom.agent.triggers.watches import Occurrence
 from traceloom.errors import InputError, TraceloomError
 from traceloom.fleet.analyses.regressions import ChangeRow
-from traceloom.fleet.handlers.now import slower_kernels
+from traceloom.fleet.handlers.now import find_slower_kernels
 from traceloom.fleet.rules import (
     AnyFleetRule,
     FindingTriggerRule,
@@ -35,13 +35,13 @@ from traceloom.fleet.rules import (
     UsageRule,
 )
 from traceloom.fleet.service.request_plan import FleetRequest
-from traceloom.fleet.service.requests import HostDesk
-from traceloom.fleet.service.webhooks import fleet_event
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.service.requests import HostRegistry
+from traceloom.fleet.service.webhooks import build_fleet_event
+from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.rules import FleetEvent
 from traceloom.fleet.store.tables import Tables
-from traceloom.server.problem import RequestError
-from traceloom.system.units import duration, per_cent, size
+from traceloom.server.problem import HttpError
+from traceloom.system.units import format_duration, format_percent, format_size
 
 DAY_NS = 86_400 * 10**9
 
@@ -68,7 +68,7 @@ class FleetLedger:
     def __init__(self, budget: FleetBudget) -> None:
         self.budget = budget
         self.charges: dict[str, FleetCharge] = {}  # by request
-        self._fired: dict[tuple[str, str], int] = {}  # rule and job -> when last
+        self._last_fired_ns: dict[tuple[str, str], int] = {}  # rule and job -> when last
 
     def add(self, charges: Iterable[FleetCharge], now_ns: int) -> None:
         """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
@@ -76,50 +76,50 @@ class FleetLedger:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges[charge.request] = charge
             key = (charge.rule, charge.job)
-            self._fired[key] = max(charge.at_ns, self._fired.get(key, 0))
+            self._last_fired_ns[key] = max(charge.at_ns, self._last_fired_ns.get(key, 0))
 
     def forget(self, before_ns: int) -> list[str]:
         """Drop settled charges of before an instant; their requests."""
-        gone = [name for name, charge in self.charges.items() if charge.settled and charge.at_ns < before_ns]
-        for name in gone:
+        removed = [name for name, charge in self.charges.items() if charge.settled and charge.at_ns < before_ns]
+        for name in removed:
             del self.charges[name]
-        if gone:
-            self._fired = {key: at_ns for key, at_ns in self._fired.items() if at_ns >= before_ns}
-        return gone
+        if removed:
+            self._last_fired_ns = {key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns}
+        return removed
 
     def fired_ns(self, rule: str, job: str) -> int | None:
         """When the rule last traced the job, as far as that is remembered."""
-        return self._fired.get((rule, job))
+        return self._last_fired_ns.get((rule, job))
 
     def cooling(self, rule: str, job: str, cooldown_s: float, now_ns: int) -> float:
         """Seconds until the rule may trace the job again; 0.0 where it may."""
         fired_ns = self.fired_ns(rule, job)
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
-    def refusal(self, job: str, steps: int, made: int, files: int, now_ns: int) -> TriggerRefusal | None:
+    def refusal(self, job: str, steps: int, steps_made: int, files: int, now_ns: int) -> TriggerRefusal | None:
         """Why a job cannot be traced for so many steps; None where it can.
 
         Args:
             job: Its name.
             steps: To be traced.
-            made: That it made in the last day.
+            steps_made: That it made in the last day.
             files: To be kept.
             now_ns: Now.
         """
-        counting, budget = list(self._counting(now_ns)), self.budget
+        counting, budget = list(self._list_counted_charges(now_ns)), self.budget
         if len(counting) + 1 > budget.traces_per_day:
             return TriggerRefusal("budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made")
-        wanted, left = self.reserve(files), self.bytes_left(now_ns)
-        if wanted > left:
+        requested_bytes, remaining = self.reserve(files), self.bytes_left(now_ns)
+        if requested_bytes > remaining:
             return TriggerRefusal(
                 "budget-bytes",
-                f"{size(wanted)} are to be set aside, and {size(max(left, 0))} of `budget.mb_per_day` are left",
+                f"{format_size(requested_bytes)} are to be set aside, and {format_size(max(remaining, 0))} of `budget.mb_per_day` are left",
             )
         spent = sum(charge.steps for charge in counting if charge.job == job)
-        if spent + steps > budget.share * made:
+        if spent + steps > budget.share * steps_made:
             return TriggerRefusal(
                 "budget-share",
-                f"{spent} of the {made} steps that the job made in a day were traced, and {steps} more are above what "
+                f"{spent} of the {steps_made} steps that the job made in a day were traced, and {steps} more are above what "
                 "`budget.share` allows",
             )
         return None
@@ -130,13 +130,13 @@ class FleetLedger:
 
     def traces_left(self, now_ns: int) -> int:
         """How many traces may be made now."""
-        return max(self.budget.traces_per_day - len(list(self._counting(now_ns))), 0)
+        return max(self.budget.traces_per_day - len(list(self._list_counted_charges(now_ns))), 0)
 
     def bytes_left(self, now_ns: int) -> int:
         """What may be kept now; what runs counts with what it may have."""
-        return int(self.budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._counting(now_ns))
+        return int(self.budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._list_counted_charges(now_ns))
 
-    def _counting(self, now_ns: int) -> Iterable[FleetCharge]:
+    def _list_counted_charges(self, now_ns: int) -> Iterable[FleetCharge]:
         return (
             charge for charge in self.charges.values() if charge.at_ns > now_ns - DAY_NS or not charge.settled
         )  # fmt: skip
@@ -144,7 +144,7 @@ class FleetLedger:
 
 Jobs = Mapping[str, Sequence[HostProcess]]
 _HOUR_NS, _MINUTE_NS = 3600 * 10**9, 60 * 10**9
-_MOST_JOBS = 20_000
+_MAX_JOBS = 20_000
 
 
 class FleetCadenceWatch:
@@ -162,21 +162,21 @@ class FleetCadenceWatch:
         self._rule, self._jobs, self._fired_ns = rule, jobs, fired_ns
         self._first: dict[str, int] = {}  # job -> when it was first seen
 
-    def look(self, now_ns: int) -> Iterator[Firing]:
+    def look(self, now_ns: int) -> Iterator[Occurrence]:
         """Jobs whose instant of this day has come."""
         running = self._jobs()
         self._first = {job: self._first.get(job, now_ns) for job in running}
         day = now_ns // DAY_NS
         for job, first_ns in self._first.items():
             digest = hashlib.sha256(f"{self._rule.name}\0{job}\0{day}".encode()).digest()
-            chosen = int.from_bytes(digest[:8], "big") < self._rule.share * 2**64
+            is_selected = int.from_bytes(digest[:8], "big") < self._rule.share * 2**64
             due_ns = max(day * DAY_NS, first_ns) + int.from_bytes(digest[8:16], "big") * _HOUR_NS // 2**64
-            if not chosen or now_ns < due_ns:
+            if not is_selected or now_ns < due_ns:
                 continue
             fired_ns = self._fired_ns(job)
             if fired_ns is None or fired_ns < day * DAY_NS:
-                what = f"one of the {per_cent(self._rule.share)} % of jobs that are traced each day"
-                yield Firing({"job": job}, f"{self._rule.name}#{day}", what)
+                description = f"one of the {format_percent(self._rule.share)} % of jobs that are traced each day"
+                yield Occurrence({"job": job}, f"{self._rule.name}#{day}", description)
 
 
 class FleetUsage:
@@ -193,21 +193,21 @@ class FleetUsage:
         amounts: dict[tuple[str, int], tuple[int, int]] = {}
         for row in rows:
             if row.job:
-                held, busy = amounts.get((row.job, row.minute), (0, 0))
+                held_ms, busy = amounts.get((row.job, row.minute), (0, 0))
                 amounts[row.job, row.minute] = (
-                    held + row.device_ms, busy + (row.device_ms if row.state == "busy" else 0),
+                    held_ms + row.device_ms, busy + (row.device_ms if row.state == "busy" else 0),
                 )  # fmt: skip
         for (job, minute), amount in amounts.items():
-            if job in self._minutes or len(self._minutes) < _MOST_JOBS:
+            if job in self._minutes or len(self._minutes) < _MAX_JOBS:
                 self._minutes.setdefault(job, {})[minute, host] = amount
 
     def forget(self, now_ns: int) -> None:
         """Drop minutes that no rule looks at."""
         oldest = now_ns // _MINUTE_NS - self.keep_minutes - 5  # hosts tell of a minute when it has ended, or later
         for job, minutes in list(self._minutes.items()):
-            kept = {key: amount for key, amount in minutes.items() if key[0] >= oldest}
-            if kept:
-                self._minutes[job] = kept
+            recent = {key: amount for key, amount in minutes.items() if key[0] >= oldest}
+            if recent:
+                self._minutes[job] = recent
             else:
                 del self._minutes[job]
 
@@ -216,13 +216,13 @@ class FleetUsage:
 
         None where one of these minutes is missing.
         """
-        known = self._minutes.get(job, {})
-        last = max((minute for minute, _ in known), default=0)
-        window = {key: amount for key, amount in known.items() if key[0] > last - minutes}
+        amounts = self._minutes.get(job, {})
+        last = max((minute for minute, _ in amounts), default=0)
+        window = {key: amount for key, amount in amounts.items() if key[0] > last - minutes}
         if len({minute for minute, _ in window}) < minutes:
             return None
-        held = sum(amount[0] for amount in window.values())
-        return last, sum(amount[1] for amount in window.values()) / held if held else 0.0
+        held_ms = sum(amount[0] for amount in window.values())
+        return last, sum(amount[1] for amount in window.values()) / held_ms if held_ms else 0.0
 
 
 class UsageWatch:
@@ -237,18 +237,18 @@ class UsageWatch:
     def __init__(self, rule: UsageRule, jobs: Callable[[], Jobs], usage: FleetUsage) -> None:
         self._rule, self._jobs, self._usage = rule, jobs, usage
 
-    def look(self, now_ns: int) -> Iterator[Firing]:
+    def look(self, now_ns: int) -> Iterator[Occurrence]:
         """Jobs that compute too little."""
         oldest = now_ns // _MINUTE_NS - self._rule.minutes - 5
         for job in self._jobs():
             busy = self._usage.busy(job, self._rule.minutes)
             if busy is not None and busy[0] > oldest and busy[1] < self._rule.busy_below:
-                text = duration(self._rule.minutes * _MINUTE_NS)
-                what = f"it computed in {per_cent(busy[1])} % of its device time in the last {text}"
-                yield Firing({"job": job}, self._rule.name, what, lasts=True)
+                text = format_duration(self._rule.minutes * _MINUTE_NS)
+                description = f"it computed in {format_percent(busy[1])} % of its device time in the last {text}"
+                yield Occurrence({"job": job}, self._rule.name, description, lasts=True)
 
 
-class FoundInCapture(NamedTuple):
+class CaptureFinding(NamedTuple):
     """A finding of a capture that is new. `saving`: share of the step, 0.0 where it saves no time."""
 
     capture: str
@@ -257,48 +257,52 @@ class FoundInCapture(NamedTuple):
     saving: float
 
 
-class TableNews(NamedTuple):
+class TableEvents(NamedTuple):
     """What the tables say that they did not say before."""
 
-    findings: list[FoundInCapture]
+    findings: list[CaptureFinding]
     regressions: list[ChangeRow]
 
 
-class NewsWatch:
+class TableEventWatch:
     """Fires once for each of the news that a rule is about."""
 
     def __init__(self, rule: FindingTriggerRule | RegressionRule, jobs: Callable[[], Jobs]) -> None:
         self._rule, self._jobs = rule, jobs
-        self._firings: list[Firing] = []
+        self._firings: list[Occurrence] = []
 
-    def hear(self, news: TableNews) -> None:
+    def hear(self, news: TableEvents) -> None:
         """Take news."""
         if isinstance(self._rule, FindingTriggerRule):
             for finding in news.findings:
                 if finding.slug == self._rule.slug and finding.saving >= self._rule.saving:
-                    what = f"`{finding.slug}` in {finding.capture} saves {per_cent(finding.saving)} % of the step"
-                    self._firings.append(Firing({"job": finding.job}, finding.capture, what))
+                    description = (
+                        f"`{finding.slug}` in {finding.capture} saves {format_percent(finding.saving)} % of the step"
+                    )
+                    self._firings.append(Occurrence({"job": finding.job}, finding.capture, description))
             return
         running = self._jobs()
         for change in news.regressions:
             if change["change"] >= self._rule.by:
                 shows = [job for job in change["jobs"] if job in running] or change["jobs"]
-                what = f"`{change['kernel'][:200]}` takes {per_cent(change['change'])} % longer than before"
+                description = (
+                    f"`{change['kernel'][:200]}` takes {format_percent(change['change'])} % longer than before"
+                )
                 labels = {"job": shows[0]} if shows else {}
-                self._firings.append(Firing(labels, f"{_series(change)}#{change['since_ns']}", what))
+                self._firings.append(Occurrence(labels, f"{_hash_series(change)}#{change['since_ns']}", description))
 
-    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """What was heard since the last look."""
         firings, self._firings = self._firings, []
         yield from firings
 
 
-def table_news(state: State, tables: Tables, now_ns: int) -> TableNews:
+def collect_table_events(state: ServiceState, tables: Tables, now_ns: int) -> TableEvents:
     """Look at captures that were analysed since the last call, and tell webhooks of new regressions. Blocks."""
     through, committed = state.newly_committed()
     if not committed:
         state.note_committed(through)
-        return TableNews([], [])
+        return TableEvents([], [])
     jobs = {capture.capture: capture.job for capture in committed if capture.job}
     rows = (
         tables.scan("findings")
@@ -306,34 +310,34 @@ def table_news(state: State, tables: Tables, now_ns: int) -> TableNews:
         .select("capture", "slug", saving=pl.col("saving_fraction").fill_null(0.0))
         .collect()
     )
-    findings = [FoundInCapture(capture, jobs[capture], slug, saving) for capture, slug, saving in rows.iter_rows()]
+    findings = [CaptureFinding(capture, jobs[capture], slug, saving) for capture, slug, saving in rows.iter_rows()]
     changes: dict[str, ChangeRow] = {}
-    for change in slower_kernels(tables, now_ns).iter_rows(named=True):
+    for change in find_slower_kernels(tables, now_ns).iter_rows(named=True):
         row = cast("ChangeRow", change)
-        changes.setdefault(_series(row), row)
+        changes.setdefault(_hash_series(row), row)
 
     def event(series: str) -> FleetEvent:
-        about = f"{series[:16]}.{changes[series]['since_ns']}"
-        return fleet_event("regression.new", "regression", about, changes[series], now_ns)
+        identity = f"{series[:16]}.{changes[series]['since_ns']}"
+        return build_fleet_event("regression.new", "regression", identity, changes[series], now_ns)
 
     since_ns = {series: change["since_ns"] for series, change in changes.items()}
     new = state.add_regressions(since_ns, DAY_NS, event)
     state.note_committed(through)
-    return TableNews(findings, [changes[series] for series in new])
+    return TableEvents(findings, [changes[series] for series in new])
 
 
-def _series(change: ChangeRow) -> str:
+def _hash_series(change: ChangeRow) -> str:
     """What tells the series of a change from others; kernels have long names."""
     text = "\0".join((change["kernel"], change["shapes"] or "", change["device_model"] or ""))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 LOG = logging.getLogger("traceloom.collect")
-_LOOK_S = 2.0
-_NEWS_NS = 120 * 10**9  # between looks at the tables
-_AGAIN_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
+_POLL_S = 2.0
+_TABLE_POLL_NS = 120 * 10**9  # between looks at the tables
+_RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
 _NEVER_NS = 1 << 63
-_MOST_TRIED = 8192
+_MAX_ATTEMPTS = 8192
 # An agent makes steps of several ranks a window by time, which leaves room for a profiler that slows them down.
 _STEPS_MARGIN, _SHORTEST_S = 3, 0.5
 _WEEK_NS = 7 * DAY_NS  # the longest cooldown
@@ -346,7 +350,7 @@ class _Attempt(NamedTuple):
     again_ns: int
 
 
-class FleetTriggers:
+class FleetTriggerEngine:
     """All rules of the fleet. Lives in the loop of the service that leads.
 
     Args:
@@ -354,7 +358,7 @@ class FleetTriggers:
         tables: Say what captures showed.
     """
 
-    def __init__(self, desk: HostDesk, tables: Tables) -> None:
+    def __init__(self, desk: HostRegistry, tables: Tables) -> None:
         self.desk, self.tables = desk, tables
         self.text = ""
         self.rules: dict[str, AnyFleetRule] = {}
@@ -363,7 +367,7 @@ class FleetTriggers:
         self.trouble = ""  # why the rules that are on record cannot be used
         self.defects: dict[str, str] = {}  # rule, or "" for all of them -> what went wrong when it was looked at last
         self._usage = FleetUsage()
-        self._watches: dict[str, FleetCadenceWatch | UsageWatch | NewsWatch] = {}
+        self._watches: dict[str, FleetCadenceWatch | UsageWatch | TableEventWatch] = {}
         self._kept: dict[str, RuleCounts] = {}  # of all rules that ever were
         self._tried: dict[tuple[str, str], _Attempt] = {}
         self._changed: set[str] = set()  # rules whose counts are not written yet
@@ -412,9 +416,11 @@ class FleetTriggers:
 
     def jobs_of(self, rule: FleetRule) -> Jobs:
         """Jobs that run now and that the rule is about, with their processes."""
-        return {job: of_job for job, of_job in self._jobs().items() if any(map(rule.takes, of_job))}
+        return {
+            job: job_processes for job, job_processes in self._jobs().items() if any(map(rule.takes, job_processes))
+        }
 
-    async def tick(self, news: TableNews | None = None) -> None:
+    async def tick(self, news: TableEvents | None = None) -> None:
         """Settle what has ended, look at all rules, and ask for what they want.
 
         Args:
@@ -440,13 +446,13 @@ class FleetTriggers:
             if charge.rule in self.counts:
                 self.counts[charge.rule].kept_bytes += charge.bytes
                 self._changed.add(charge.rule)
-        gone = self.ledger.forget(now_ns - _WEEK_NS)
+        removed = self.ledger.forget(now_ns - _WEEK_NS)
         self._usage.forget(now_ns)
         jobs = self._jobs()
         for name, rule in self.rules.items():
             watch = self._watches[name]
             try:
-                if news is not None and isinstance(watch, NewsWatch):
+                if news is not None and isinstance(watch, TableEventWatch):
                     watch.hear(news)
                 for firing in list(watch.look(now_ns)):
                     await self._try(rule, firing, jobs, now_ns)
@@ -458,7 +464,7 @@ class FleetTriggers:
                 self.defects[name] = f"{type(error).__name__}: {error}"
             else:
                 self.defects.pop(name, None)
-        await self._write(settled, gone)
+        await self._write(settled, removed)
 
     # Inside.
 
@@ -476,7 +482,7 @@ class FleetTriggers:
             elif isinstance(rule, UsageRule):
                 self._watches[rule.name] = UsageWatch(rule, jobs, self._usage)
             else:
-                self._watches[rule.name] = NewsWatch(rule, jobs)
+                self._watches[rule.name] = TableEventWatch(rule, jobs)
         self._usage.keep_minutes = max(
             (rule.minutes for rule in rules.triggers if isinstance(rule, UsageRule)), default=0
         )  # fmt: skip
@@ -491,63 +497,63 @@ class FleetTriggers:
                     jobs[process.job].append(process)
         return jobs
 
-    async def _try(self, rule: FleetRule, firing: Firing, jobs: Jobs, now_ns: int) -> None:
+    async def _try(self, rule: FleetRule, firing: Occurrence, jobs: Jobs, now_ns: int) -> None:
         """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
         job = firing.labels.get("job", "")
-        of_job = jobs.get(job, ())
-        if of_job and not any(map(rule.takes, of_job)):
+        job_processes = jobs.get(job, ())
+        if job_processes and not any(map(rule.takes, job_processes)):
             return
         key, tried = (rule.name, job), self._tried.get((rule.name, job))
         if tried is not None and tried.episode == firing.episode and now_ns < tried.again_ns:
             return
-        refusal = await self._request(rule, firing, job, of_job, now_ns)
-        again_ns = now_ns + _AGAIN_NS
+        refusal = await self._request(rule, firing, job, job_processes, now_ns)
+        again_ns = now_ns + _RETRY_AFTER_NS
         if refusal is None:
             again_ns = now_ns + int(rule.cooldown * 1e9) if firing.lasts else _NEVER_NS
         else:
             counts = self.counts[rule.name]
             counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
-            counts.last_refusal = Refused(
+            counts.last_refusal = LastRefusal(
                 at_ns=now_ns, target=job, what=firing.what, uid=-1, reason=refusal.reason, detail=refusal.detail
             )
             self._changed.add(rule.name)
         self._tried.pop(key, None)  # the one that was tried last stands last
         self._tried[key] = _Attempt(firing.episode, again_ns)
-        if len(self._tried) > _MOST_TRIED:
+        if len(self._tried) > _MAX_ATTEMPTS:
             del self._tried[next(iter(self._tried))]
 
     async def _request(
         self,
         rule: FleetRule,
-        firing: Firing,
+        firing: Occurrence,
         job: str,
-        of_job: Sequence[HostProcess],
+        job_processes: Sequence[HostProcess],
         now_ns: int,
     ) -> TriggerRefusal | None:
         """Ask the desk; why not, where it is refused."""
-        if not of_job:
+        if not job_processes:
             return TriggerRefusal("no-such-job", "no host of late has processes of it")
         if any(request.wanted.job == job and not request.ended for request in self.desk.requests.values()):
             return TriggerRefusal("traced", "it is being traced already")
         if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
             return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
-        rate = max((process.steps_per_second or 0.0 for process in of_job), default=0.0)  # its fastest rank's
-        made = max((process.steps for process in of_job if process.steps is not None), default=0)
+        rate = max((process.steps_per_second or 0.0 for process in job_processes), default=0.0)  # its fastest rank's
+        steps_made = max((process.steps for process in job_processes if process.steps is not None), default=0)
         if not rate:
             return TriggerRefusal("no-steps", "no host says how fast it steps")
-        wanted, choice = rule.wanted(job), "slowest-and-median" if rule.target == "slowest-and-median" else ""
-        cause = Cause(rule=rule.name, target=job, what=firing.what)
-        steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, wanted=wanted), rate)
-        processes = 2 if choice else sum(process.polls for process in of_job)
+        spec, choice = rule.wanted(job), "slowest-and-median" if rule.target == "slowest-and-median" else ""
+        cause = TriggerCause(rule=rule.name, target=job, what=firing.what)
+        steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, wanted=spec), rate)
+        processes = 2 if choice else sum(process.polls for process in job_processes)
         files = max(processes, 1) * len(rule.profilers)
-        made_of_day = min(made, math.ceil(rate * 86_400))
+        made_of_day = min(steps_made, math.ceil(rate * 86_400))
         if refusal := self.ledger.refusal(job, steps, made_of_day, files, now_ns):
             return refusal
         try:
             request = await self.desk.submit(
-                wanted, f"trigger {rule.name}", "slowest-and-median" if choice else "", hosts=rule.hosts, trigger=cause
+                spec, f"trigger {rule.name}", "slowest-and-median" if choice else "", hosts=rule.hosts, trigger=cause
             )
-        except RequestError as error:
+        except HttpError as error:
             return TriggerRefusal(error.slug, error.message)
         charge = FleetCharge(
             request=request.id, rule=rule.name, job=job, at_ns=request.asked_ns, steps=steps,
@@ -556,7 +562,7 @@ class FleetTriggers:
         self.ledger.add([charge], now_ns)
         counts = self.counts[rule.name]
         counts.fired += 1
-        counts.last = Fired(at_ns=now_ns, request=request.id, target=job, what=firing.what, uid=-1)
+        counts.last = LastFiring(at_ns=now_ns, request=request.id, target=job, what=firing.what, uid=-1)
         self._changed.add(rule.name)
         await self._write([charge], [])
         await asyncio.to_thread(
@@ -568,27 +574,29 @@ class FleetTriggers:
     @staticmethod
     def _steps(request: FleetRequest, rate: float) -> int:
         """Steps that a request traces at most, as far as it can be said before; `rate`: of its job, 0 if unknown."""
-        wanted = request.wanted
-        if wanted.duration_s is not None:
-            return math.ceil(wanted.duration_s * rate) + 1
-        return max(_STEPS_MARGIN * ((wanted.steps or 0) + 1), math.ceil(_SHORTEST_S * rate))
+        spec = request.wanted
+        if spec.duration_s is not None:
+            return math.ceil(spec.duration_s * rate) + 1
+        return max(_STEPS_MARGIN * ((spec.steps or 0) + 1), math.ceil(_SHORTEST_S * rate))
 
-    async def _write(self, charges: list[FleetCharge], gone: list[str]) -> None:
+    async def _write(self, charges: list[FleetCharge], removed: list[str]) -> None:
         changed, self._changed = self._changed, set()
-        if charges or gone or changed:
+        if charges or removed or changed:
             documents = {charge.request: msgspec.json.encode(charge).decode() for charge in charges}
             counts = {name: msgspec.json.encode(self._kept[name]).decode() for name in changed}
-            await asyncio.to_thread(self.desk.state.put_trigger_documents, documents, counts, gone)
+            await asyncio.to_thread(self.desk.state.put_trigger_documents, documents, counts, removed)
 
     async def _look_for_ever(self) -> None:
         while True:
             try:
                 now_ns, news = self.desk.clock(), None
-                if now_ns - self._news_ns >= _NEWS_NS:
+                if now_ns - self._news_ns >= _TABLE_POLL_NS:
                     self._news_ns = now_ns
-                    news = await asyncio.to_thread(table_news, self.desk.state, self.tables, now_ns)
-                    asked = {request.capture for request in self.desk.requests.values() if request.trigger is not None}
-                    findings = [finding for finding in news.findings if finding.capture not in asked]
+                    news = await asyncio.to_thread(collect_table_events, self.desk.state, self.tables, now_ns)
+                    requested_captures = {
+                        request.capture for request in self.desk.requests.values() if request.trigger is not None
+                    }
+                    findings = [finding for finding in news.findings if finding.capture not in requested_captures]
                     news = news._replace(findings=findings)
                 await self.tick(news)
                 self.defects.pop("", None)
@@ -598,4 +606,4 @@ class FleetTriggers:
             except Exception as error:
                 LOG.exception("triggers have a defect")
                 self.defects[""] = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)

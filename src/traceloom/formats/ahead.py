@@ -39,13 +39,13 @@ from traceloom.trace.array_types import Array
 from traceloom.trace.cache import Cache, FileStamp
 from traceloom.trace.mapped_arrays import BLOCK_POOL
 
-LEAST_TEXT = 1 << 23  # bytes of text that are worth a process
-_HANDING = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes
-_MOST_PACKED = 4  # processes for one compressed file, since each has to unpack what is before its part
-_MOST = 8
-_MOST_EXPANSION = 250
-_MOST_COPIED = 2 << 30  # bytes of memory of a process: the tables of more take longer to copy than is gained
-_PATIENCE_S = 30  # beyond what the file has taken so far
+MIN_TEXT_BYTES = 1 << 23  # bytes of text that are worth a process
+_HANDOVER_BYTES = 7 << 20  # bytes of text that are decoded in the time that handing a part over takes
+_MAX_GZIP_PROCESSES = 4  # processes for one compressed file, since each has to unpack what is before its part
+_MAX_PROCESSES = 8
+_MAX_EXPANSION = 250
+_MAX_FORK_BYTES = 2 << 30  # bytes of memory of a process: the tables of more take longer to copy than is gained
+_TIMEOUT_S = 30  # beyond what the file has taken so far
 
 
 class ForkResult(Struct, frozen=True):
@@ -70,20 +70,20 @@ class Fork:
         self._since = time.monotonic()
         self._until_stopped = contextlib.ExitStack()
         parent = os.getpid()
-        answer, into = os.pipe()
+        answer, write_fd = os.pipe()
         try:
             with process.defer_signals():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # of other threads: see above
                     self._process = os.fork()
                 if not self._process:
-                    _decode_into(path, part, into, parent)
+                    _decode_into(path, part, write_fd, parent)
                 self._until_stopped.enter_context(process.clean_up_on_exit(self._kill))
         except OSError:
             os.close(answer)
             raise
         finally:
-            os.close(into)
+            os.close(write_fd)
         self._answer = open(answer, "rb")  # noqa: PTH123, SIM115  (no path; open until `stop`)
 
     def result(self) -> ForkResult | None:
@@ -91,7 +91,7 @@ class Fork:
         waiting = select.poll()
         waiting.register(self._answer, select.POLLIN)
         took_s = time.monotonic() - self._since
-        if not waiting.poll((_PATIENCE_S + 4 * took_s) * 1000):
+        if not waiting.poll((_TIMEOUT_S + 4 * took_s) * 1000):
             return None
         try:
             decoded: ForkResult = pickle.load(self._answer)  # noqa: S301  (written by this very program)
@@ -105,8 +105,8 @@ class Fork:
         Raises:
             EOFError: It was ended from outside.
         """
-        while (piece := pickle.load(self._answer)) is not None:  # noqa: S301
-            yield piece
+        while (chunk := pickle.load(self._answer)) is not None:  # noqa: S301
+            yield chunk
 
     def stop(self) -> None:
         """End it, if it has not ended."""
@@ -121,22 +121,22 @@ class Fork:
             os.kill(self._process, signal.SIGKILL)
 
 
-def cores() -> int:
+def count_usable_cores() -> int:
     """How many processes may decode at once; 1 where this one may not be forked."""
     if sys.platform != "linux":
         return 1
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return 1 if pages * mmap.PAGESIZE > _MOST_COPIED else processes.cores()
+    return 1 if pages * mmap.PAGESIZE > _MAX_FORK_BYTES else processes.count_cores()
 
 
-def _decode_into(path: Path, part: TextRange, into: int, parent: int) -> NoReturn:
+def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoReturn:
     """What the fork does, in place of anything that its parent was doing."""
     try:
         process.forget_in_child()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):  # whoever waits for the end of our output must not wait for this process
             os.dup2(nowhere, stream)
-        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, into}:  # noqa: PTH208  (of names alone)
+        for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, write_fd}:  # noqa: PTH208  (of names alone)
             with contextlib.suppress(OSError):  # the listing itself is among them
                 os.close(descriptor)
         BLOCK_POOL.forget()
@@ -151,7 +151,7 @@ def _decode_into(path: Path, part: TextRange, into: int, parent: int) -> NoRetur
         result = ForkResult(
             columns.legend(), decoded.metadata, decoded.damage, decoded.size, decoded.began, decoded.left_at
         )
-        with open(into, "wb") as pipe:
+        with open(write_fd, "wb") as pipe:
             for item in chain([result], columns.pieces(), [None]):
                 pickle.dump(item, pipe, pickle.HIGHEST_PROTOCOL)
     finally:
@@ -174,44 +174,44 @@ class Helpers:
         share: Of how many times its own part this process decodes the whole.
     """
 
-    def __init__(self, path: Path, begins: list[int], size: int) -> None:
-        self.first = begins[0]
+    def __init__(self, path: Path, starts: list[int], size: int) -> None:
+        self.first = starts[0]
         self.share = size / max(1, self.first)
         self._forks: list[Fork] = []
         self._results: list[ForkResult] = []
         try:
-            for begin, until in zip(begins, [*begins[1:], None], strict=True):
-                self._forks.append(Fork(path, TextRange(begin, until)))
+            for start, until in zip(starts, [*starts[1:], None], strict=True):
+                self._forks.append(Fork(path, TextRange(start, until)))
         except OSError:
             self.stop()
             raise
 
     def have(self, byte: int) -> bool:
         """Whether they decoded all that follows a byte; waits until they have."""
-        at: int | None = byte
+        position: int | None = byte
         for fork in self._forks:
             decoded = fork.result()
-            if decoded is None or decoded.began != at:
+            if decoded is None or decoded.began != position:
                 break
             self._results.append(decoded)
-            if (at := decoded.left_at) is None:
+            if (position := decoded.left_at) is None:
                 return True
         return False
 
-    def join(self, own: Decoded) -> None:
+    def join(self, target: Decoded) -> None:
         """Add what they have to what is before it.
 
         Raises:
-            EOFError: One was ended from outside; `own` is of no use any more.
+            EOFError: One was ended from outside; `target` is of no use any more.
         """
-        if self._results[-1].size >= mapped_arrays.SPILL_BYTES and own.columns.spill is None:
-            own.columns.spill = mapped_arrays.ColumnSpool()
+        if self._results[-1].size >= mapped_arrays.MIN_SPILL_BYTES and target.columns.spill is None:
+            target.columns.spill = mapped_arrays.ColumnSpool()
         for fork, decoded in zip(self._forks, self._results, strict=False):  # one may have gone to the end by itself
-            own.columns.extend(decoded.legend, fork.pieces())
+            target.columns.extend(decoded.legend, fork.pieces())
             for key, value in decoded.metadata.items():
-                store_entry(own.metadata, key, value, own.damage)
-            own.damage.add(decoded.damage)
-            own.size = decoded.size
+                store_entry(target.metadata, key, value, target.damage)
+            target.damage.add(decoded.damage)
+            target.size = decoded.size
 
     def stop(self) -> None:
         """End them all."""
@@ -219,7 +219,7 @@ class Helpers:
             fork.stop()
 
 
-def helpers(path: Path, processes: int | None = None, lead: int = 0) -> Helpers | None:
+def start_helpers(path: Path, processes: int | None = None, lead: int = 0) -> Helpers | None:
     """Have a file decoded by as many processes as are worth it, this one among them; None where only this one is.
 
     Args:
@@ -230,26 +230,26 @@ def helpers(path: Path, processes: int | None = None, lead: int = 0) -> Helpers 
     Raises:
         OSError: The file cannot be read, or there are not so many processes to be had.
     """
-    size, most = path.stat().st_size, _MOST
+    size, max_processes = path.stat().st_size, _MAX_PROCESSES
     with path.open("rb") as file:
         if file.read(2) == b"\x1f\x8b":
-            most = _MOST_PACKED
+            max_processes = _MAX_GZIP_PROCESSES
             if size >= 4:  # gzip states the size of the text at its end, and may be wrong
                 file.seek(-4, os.SEEK_END)
-                size = min(max(int.from_bytes(file.read(4), "little"), size), size * _MOST_EXPANSION)
-    begins = parts(size, min(cores(), processes or most, most), lead)
-    return Helpers(path, begins, size) if begins else None
+                size = min(max(int.from_bytes(file.read(4), "little"), size), size * _MAX_EXPANSION)
+    starts = compute_part_starts(size, min(count_usable_cores(), processes or max_processes, max_processes), lead)
+    return Helpers(path, starts, size) if starts else None
 
 
-def parts(size: int, processes: int, lead: int) -> list[int]:
+def compute_part_starts(size: int, processes: int, lead: int) -> list[int]:
     """Where the parts of the others begin, in bytes of the text; none where they are not worth it."""
-    others = min(processes - 1, max(1, size // LEAST_TEXT - (lead == 0)))
-    own = (size - others * (lead - _HANDING)) // (others + 1)
-    if own < LEAST_TEXT:
-        own = 0
-    if others < 1 or (not own and not lead):
+    helper_count = min(processes - 1, max(1, size // MIN_TEXT_BYTES - (lead == 0)))
+    local_bytes = (size - helper_count * (lead - _HANDOVER_BYTES)) // (helper_count + 1)
+    if local_bytes < MIN_TEXT_BYTES:
+        local_bytes = 0
+    if helper_count < 1 or (not local_bytes and not lead):
         return []
-    return [own + (size - own) * number // others for number in range(others)]
+    return [local_bytes + (size - local_bytes) * number // helper_count for number in range(helper_count)]
 
 
 def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) -> Decoded:
@@ -282,22 +282,22 @@ def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) ->
     return decode(path, step)
 
 
-_LEAST = 1 << 17  # bytes of a file: less is decoded at once
-_LEAD = 29_000_000  # bytes of text that are decoded until the libraries are loaded
+_MIN_FILE_BYTES = 1 << 17  # bytes of a file: less is decoded at once
+_LEAD_BYTES = 29_000_000  # bytes of text that are decoded until the libraries are loaded
 
 _running: dict[Path, tuple[Helpers, FileStamp]] = {}
 
 
 @contextlib.contextmanager
-def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]:
+def decode_ahead(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]:
     """Decode the largest of these files beside what is done inside; `taken` has it then.
 
     Args:
         paths: What the user gave. Whether it is a trace at all is for the reader to say.
         cache: What it holds is not decoded.
     """
-    path = max(map(Path, paths), key=_size, default=Path())
-    if _size(path) < _LEAST or "polars" in sys.modules:
+    path = max(map(Path, paths), key=_get_file_size, default=Path())
+    if _get_file_size(path) < _MIN_FILE_BYTES or "polars" in sys.modules:
         yield
         return
     if cache:
@@ -307,9 +307,9 @@ def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]
             yield
             return
     with contextlib.suppress(OSError):  # the reader will say why it cannot be read
-        seen = FileStamp.now(path)
-        if helping := helpers(path, lead=_LEAD):
-            _running[path] = helping, seen
+        file_stamp = FileStamp.now(path)
+        if helping := start_helpers(path, lead=_LEAD_BYTES):
+            _running[path] = helping, file_stamp
     try:
         yield
     finally:
@@ -317,19 +317,19 @@ def decoding(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]
             unwanted[0].stop()
 
 
-def taken(path: str | Path) -> Helpers | None:
+def take_helpers(path: str | Path) -> Helpers | None:
     """Who decodes a file, if that began ahead, nobody took it yet and the file is still the same."""
-    helping, seen = _running.pop(Path(path), (None, None))
-    if helping is None or seen is None:
+    helping, file_stamp = _running.pop(Path(path), (None, None))
+    if helping is None or file_stamp is None:
         return None
     with contextlib.suppress(OSError):
-        if FileStamp.now(Path(path)).stamp == seen.stamp:
+        if FileStamp.now(Path(path)).stamp == file_stamp.stamp:
             return helping
     helping.stop()
     return None
 
 
-def _size(path: Path) -> int:
+def _get_file_size(path: Path) -> int:
     """Bytes of a file; 0 of what is none."""
     try:
         return path.stat().st_size if path.is_file() else 0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from traceloom.errors import InputError
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import longest_increasing_subsequence, nearest
+from traceloom.trace.arrays import find_longest_increasing_subsequence, find_nearest_ancestor
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.trace import SCHEMAS, DeferredFrame, HostTrace, Trace
 
@@ -28,8 +28,8 @@ Tokens = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15 | 1
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _STRETCHES = (64, 16, 4, 1)  # lengths of stretches that must be unique to be trusted, longest first
-_ROUNDS = 8  # of the shortest, at most
-_MOST_CELLS = 1 << 22  # of the tables for gaps in which everything repeats; larger gaps stay open
+_MAX_ROUNDS = 8  # of the shortest, at most
+_MAX_TABLE_CELLS = 1 << 22  # of the tables for gaps in which everything repeats; larger gaps stay open
 
 
 def hash_numbers(values: NDArray[Any], salt: int = 0) -> Tokens:
@@ -61,7 +61,7 @@ class RollingHashes(Struct, frozen=True):
         return between * self.inverse[start]
 
 
-def hashes(tokens: Tokens) -> RollingHashes:
+def build_hashes(tokens: Tokens) -> RollingHashes:
     """Prepare a sequence for comparing its stretches."""
     powers = np.full(tokens.size, _BASE, dtype=np.uint64)
     powers[:1] = 1
@@ -72,18 +72,20 @@ def hashes(tokens: Tokens) -> RollingHashes:
     return RollingHashes(tokens, sums, np.cumprod(inverse, dtype=np.uint64))
 
 
-def occurrences(pattern: RollingHashes, text: RollingHashes) -> Ints:
+def find_occurrences(pattern: RollingHashes, text: RollingHashes) -> Ints:
     """All positions where the whole pattern occurs in the text, ascending."""
     length, last = pattern.tokens.size, text.tokens.size - pattern.tokens.size
     if last < 0 or not length:
         return np.empty(0, dtype=np.int64)
     pattern_hash = pattern.of(np.zeros(1, dtype=np.int64), length)[0]
-    places: Ints = np.flatnonzero(text.tokens[: last + 1] == pattern.tokens[0])
-    places = places[text.of(places, length) == pattern_hash]
-    if places.size and not np.array_equal(text.tokens[places[0] : places[0] + length], pattern.tokens):
-        equal = [np.array_equal(text.tokens[at : at + length], pattern.tokens) for at in places]  # pragma: no cover
-        places = places[equal]  # pragma: no cover - hashes that collide
-    return places
+    positions: Ints = np.flatnonzero(text.tokens[: last + 1] == pattern.tokens[0])
+    positions = positions[text.of(positions, length) == pattern_hash]
+    if positions.size and not np.array_equal(text.tokens[positions[0] : positions[0] + length], pattern.tokens):
+        equal = [
+            np.array_equal(text.tokens[start : start + length], pattern.tokens) for start in positions
+        ]  # pragma: no cover
+        positions = positions[equal]  # pragma: no cover - hashes that collide
+    return positions
 
 
 class SimilarStretches(Struct, frozen=True):
@@ -102,12 +104,12 @@ class SimilarStretches(Struct, frozen=True):
 
 def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretches:
     """Places where most stretches of the pattern stand in the text at about the right distance from one another."""
-    slack, stretch = max(4, pattern.tokens.size // 8), stretch_of(pattern.tokens.size)
+    slack, stretch_length = max(4, pattern.tokens.size // 8), choose_stretch_length(pattern.tokens.size)
     none = np.empty(0, dtype=np.int64)
-    if min(pattern.tokens.size, text.tokens.size) < stretch:
+    if min(pattern.tokens.size, text.tokens.size) < stretch_length:
         return SimilarStretches(none, none, slack)
-    pattern_hashes = pattern.of(np.arange(pattern.tokens.size - stretch + 1), stretch)
-    text_hashes = text.of(np.arange(text.tokens.size - stretch + 1), stretch)
+    pattern_hashes = pattern.of(np.arange(pattern.tokens.size - stretch_length + 1), stretch_length)
+    text_hashes = text.of(np.arange(text.tokens.size - stretch_length + 1), stretch_length)
     order = np.argsort(text_hashes, kind="stable")
     text_hashes = text_hashes[order]
     low = np.searchsorted(text_hashes, pattern_hashes, side="left")
@@ -119,29 +121,33 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
     budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
     rare = rare[np.cumsum(count[rare]) <= budget]
     # Offsets from pattern to text at which stretches match.
-    shift = order[ranges(low[rare], count[rare])] - np.repeat(rare, count[rare])
+    shift = order[expand_ranges(low[rare], count[rare])] - np.repeat(rare, count[rare])
     if not shift.size:
         return SimilarStretches(none, none, slack)
     shift.sort()
     votes = np.searchsorted(shift, shift + slack, side="right") - np.arange(shift.size)
-    good = np.flatnonzero(votes >= 0.8 * votes.max())
-    starts, most = [], []
-    at = 0
-    while at < good.size:
-        near = int(np.searchsorted(shift[good], shift[good[at]] + max(slack, pattern.tokens.size // 2), side="right"))
-        best = good[at:near][int(np.argmax(votes[good[at:near]]))]
+    candidates = np.flatnonzero(votes >= 0.8 * votes.max())
+    starts, top_votes = [], []
+    index = 0
+    while index < candidates.size:
+        group_end = int(
+            np.searchsorted(
+                shift[candidates], shift[candidates[index]] + max(slack, pattern.tokens.size // 2), side="right"
+            )
+        )
+        best = candidates[index:group_end][int(np.argmax(votes[candidates[index:group_end]]))]
         values, counts = np.unique(shift[best : best + votes[best]], return_counts=True)
         # Of places that as many speak for the one that leaves least of the pattern outside.
-        room = text.tokens.size - pattern.tokens.size
-        outside = np.maximum(-values, 0) + np.maximum(values - max(room, 0), 0)
-        outside[counts < 0.9 * counts.max()] = pattern.tokens.size + text.tokens.size
-        starts.append(int(values[np.argmin(outside)]))
-        most.append(int(votes[best]))
-        at = max(near, at + 1)
-    return SimilarStretches(np.array(starts, dtype=np.int64), np.array(most, dtype=np.int64), slack)
+        last_shift = text.tokens.size - pattern.tokens.size
+        overhang = np.maximum(-values, 0) + np.maximum(values - max(last_shift, 0), 0)
+        overhang[counts < 0.9 * counts.max()] = pattern.tokens.size + text.tokens.size
+        starts.append(int(values[np.argmin(overhang)]))
+        top_votes.append(int(votes[best]))
+        index = max(group_end, index + 1)
+    return SimilarStretches(np.array(starts, dtype=np.int64), np.array(top_votes, dtype=np.int64), slack)
 
 
-def ranges(start: Ints, length: Ints) -> Ints:
+def expand_ranges(start: Ints, length: Ints) -> Ints:
     """The numbers start, start + 1, ... of each range, one after the other."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(int(length.sum()))
@@ -167,92 +173,98 @@ def align(first: RollingHashes, second: RollingHashes, shift: int | None = None)
         low, high = max(0, -shift), min(first.tokens.size, second.tokens.size - shift)
         if high > low:
             equal = np.pad(first.tokens[low:high] == second.tokens[low + shift : high + shift], 1)
-            turns = np.flatnonzero(np.diff(equal))
-            start, length = turns[::2], turns[1::2] - turns[::2]
-            long = length >= stretch_of(first.tokens.size)
-            in_first = low + ranges(start[long], length[long])
+            change_positions = np.flatnonzero(np.diff(equal))
+            start, length = change_positions[::2], change_positions[1::2] - change_positions[::2]
+            long = length >= choose_stretch_length(first.tokens.size)
+            in_first = low + expand_ranges(start[long], length[long])
         in_second = in_first + shift
     # What is equal at the ends by chance must not come before anchors inside.
     for outer in (False, True):
         if outer:
             in_first, in_second = _extend_matches(first, second, in_first, in_second, outer=True)
-        for stretch in (*_STRETCHES, *([1] * _ROUNDS)):
-            left, right = _anchors(first, second, in_first, in_second, stretch)
+        for stretch_length in (*_STRETCHES, *([1] * _MAX_ROUNDS)):
+            left, right = _find_anchors(first, second, in_first, in_second, stretch_length)
             if left.size:
-                in_first, in_second = _merged(in_first, in_second, left, right)
+                in_first, in_second = _merge_matches(in_first, in_second, left, right)
                 in_first, in_second = _extend_matches(first, second, in_first, in_second, outer=outer)
-            elif stretch == 1:
+            elif stretch_length == 1:
                 break
     # In the gaps everything repeats: of each that is not too large, a longest common subsequence.
-    left, left_end = _gaps(in_first, first.tokens.size)
-    right, right_end = _gaps(in_second, second.tokens.size)
+    left, left_end = _find_gaps(in_first, first.tokens.size)
+    right, right_end = _find_gaps(in_second, second.tokens.size)
     cells = (left_end - left) * (right_end - right)
     order = np.argsort(cells, kind="stable")
-    order = order[(cells[order] > 0) & (np.cumsum(cells[order]) <= _MOST_CELLS)]
+    order = order[(cells[order] > 0) & (np.cumsum(cells[order]) <= _MAX_TABLE_CELLS)]
     more_first, more_second = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     for gap in order.tolist():
-        at, to = _common(first.tokens[left[gap] : left_end[gap]], second.tokens[right[gap] : right_end[gap]])
-        more_first.append(at + left[gap])
+        first_indices, to = _find_common_subsequence(
+            first.tokens[left[gap] : left_end[gap]], second.tokens[right[gap] : right_end[gap]]
+        )
+        more_first.append(first_indices + left[gap])
         more_second.append(to + right[gap])
-    return _merged(in_first, in_second, np.concatenate(more_first), np.concatenate(more_second))
+    return _merge_matches(in_first, in_second, np.concatenate(more_first), np.concatenate(more_second))
 
 
-def stretch_of(size: int) -> int:
+def choose_stretch_length(size: int) -> int:
     """Length of the stretches of a sequence that say where it stands."""
     return max(1, min(8, size // 4))
 
 
-def _merged(in_first: Ints, in_second: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints]:
+def _merge_matches(in_first: Ints, in_second: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints]:
     in_first = np.concatenate([in_first, left])
     order = np.argsort(in_first, kind="stable")
     return in_first[order], np.concatenate([in_second, right])[order]
 
 
-def _gaps(matched: Ints, size: int) -> tuple[Ints, Ints]:
+def _find_gaps(matched: Ints, size: int) -> tuple[Ints, Ints]:
     """Start and end of the gaps between matched places, the outer ones too; empty ones included."""
     return np.concatenate([[0], matched + 1]), np.concatenate([matched, [size]])
 
 
-def _anchors(
-    first: RollingHashes, second: RollingHashes, in_first: Ints, in_second: Ints, stretch: int
+def _find_anchors(
+    first: RollingHashes, second: RollingHashes, in_first: Ints, in_second: Ints, stretch_length: int
 ) -> tuple[Ints, Ints]:
     """Where stretches begin that occur once in both, between the same two matched pairs and in the same order."""
     keys: list[Tokens] = []
-    places: list[Ints] = []
+    unique_positions: list[Ints] = []
     for sequence, matched in ((first, in_first), (second, in_second)):
-        start, end = _gaps(matched, sequence.tokens.size)
-        inside = ranges(start, np.maximum(end - start - stretch + 1, 0))  # they touch no matched place
-        if not inside.size:
-            return inside, inside
-        of_places = sequence.of(inside, stretch) ^ hash_numbers(np.searchsorted(matched, inside), 1)
-        values, at, counts = np.unique(of_places, return_index=True, return_counts=True)
+        start, end = _find_gaps(matched, sequence.tokens.size)
+        candidates = expand_ranges(
+            start, np.maximum(end - start - stretch_length + 1, 0)
+        )  # they touch no matched place
+        if not candidates.size:
+            return candidates, candidates
+        candidate_hashes = sequence.of(candidates, stretch_length) ^ hash_numbers(
+            np.searchsorted(matched, candidates), 1
+        )
+        values, first_index, counts = np.unique(candidate_hashes, return_index=True, return_counts=True)
         keys.append(values[counts == 1])
-        places.append(inside[at[counts == 1]])
+        unique_positions.append(candidates[first_index[counts == 1]])
     _, left, right = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
-    in_left, in_right = places[0][left], places[1][right]
+    in_left, in_right = unique_positions[0][left], unique_positions[1][right]
     order = np.argsort(in_left)
-    chain = longest_increasing_subsequence(in_right[order])
+    chain = find_longest_increasing_subsequence(in_right[order])
     return in_left[order][chain], in_right[order][chain]
 
 
-def _common(first: Tokens, second: Tokens) -> tuple[Ints, Ints]:
+def _find_common_subsequence(first: Tokens, second: Tokens) -> tuple[Ints, Ints]:
     """A longest common subsequence, as early in both as it can be."""
     best = np.zeros((first.size + 1, second.size + 1), dtype=np.int32)
     for row in range(first.size - 1, -1, -1):
         lengths = np.where(second == first[row], best[row + 1, 1:] + 1, best[row + 1, :-1])
         best[row, :-1] = np.maximum.accumulate(lengths[::-1])[::-1]
-    at, to = [], []
+    first_indices, to = [], []
     row = column = 0
     while row < first.size and column < second.size and best[row, column]:
         if first[row] == second[column]:
-            at.append(row)
+            first_indices.append(row)
             to.append(column)
             row, column = row + 1, column + 1
         elif best[row + 1, column] > best[row, column + 1]:
             row += 1
         else:
             column += 1
-    return np.array(at, dtype=np.int64), np.array(to, dtype=np.int64)
+    return np.array(first_indices, dtype=np.int64), np.array(to, dtype=np.int64)
 
 
 def _extend_matches(
@@ -260,23 +272,25 @@ def _extend_matches(
 ) -> tuple[Ints, Ints]:
     """Add what is equal directly after and before matched pairs; with `outer` also at the ends of both sequences."""
     for backward in (False, True):
-        left, left_end = _gaps(in_first, first.tokens.size)
-        right, right_end = _gaps(in_second, second.tokens.size)
-        room = np.minimum(left_end - left, right_end - right)
+        left, left_end = _find_gaps(in_first, first.tokens.size)
+        right, right_end = _find_gaps(in_second, second.tokens.size)
+        max_length = np.minimum(left_end - left, right_end - right)
         if not outer:
-            room[-1 if backward else 0] = 0
+            max_length[-1 if backward else 0] = 0
         # How many elements after (or before) each pair of places are equal, by halving steps.
         length = np.zeros(left.size, dtype=np.int64)
-        step = 1 << max(0, int(room.max(initial=0)).bit_length() - 1)
+        step = 1 << max(0, int(max_length.max(initial=0)).bit_length() - 1)
         while step:
             longer = length + step
-            may = np.flatnonzero(longer <= room)
-            begins = (left_end - longer, right_end - longer) if backward else (left, right)
-            same = first.of(begins[0][may], longer[may]) == second.of(begins[1][may], longer[may])
+            may = np.flatnonzero(longer <= max_length)
+            starts = (left_end - longer, right_end - longer) if backward else (left, right)
+            same = first.of(starts[0][may], longer[may]) == second.of(starts[1][may], longer[may])
             length[may[same]] = longer[may[same]]
             step >>= 1
-        begins = (left_end - length, right_end - length) if backward else (left, right)
-        in_first, in_second = _merged(in_first, in_second, ranges(begins[0], length), ranges(begins[1], length))
+        starts = (left_end - length, right_end - length) if backward else (left, right)
+        in_first, in_second = _merge_matches(
+            in_first, in_second, expand_ranges(starts[0], length), expand_ranges(starts[1], length)
+        )
     return in_first, in_second
 
 
@@ -307,7 +321,7 @@ class ThreadOps:
         return self.row.size
 
 
-def name_codes(host: pl.Series, device: pl.Series) -> tuple[Ints, Ints]:
+def encode_shared_names(host: pl.Series, device: pl.Series) -> tuple[Ints, Ints]:
     """Numbers that are equal where names are."""
     both = pl.concat([host.rename("name"), device.rename("name")]).fill_null("")
     code = both.cast(pl.Categorical).to_physical().cast(pl.Int64).to_numpy()
@@ -321,81 +335,81 @@ def is_op(trace: Trace) -> Bools:
     return events["category"].is_in([cat.OP, cat.ANNOTATION]).to_numpy() & on_host.astype(np.bool_)
 
 
-def host_threads(host: HostTrace, codes: Ints, chosen: Bools) -> list[ThreadOps]:
+def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[ThreadOps]:
     """The chosen rows of the host trace by thread, the thread with most ops first."""
     ids = host.ops["id"].to_numpy()
     parent_id = host.ops["parent"].fill_null(-1).to_numpy()
     parent = np.searchsorted(ids, parent_id)
     # An op begins after its parent; a file that says otherwise could send us in circles.
-    good = (parent < np.arange(ids.size)) & (ids[np.minimum(parent, ids.size - 1)] == parent_id)
-    around = nearest(np.where(good, parent, -1), chosen)
+    valid_parent = (parent < np.arange(ids.size)) & (ids[np.minimum(parent, ids.size - 1)] == parent_id)
+    enclosing = find_nearest_ancestor(np.where(valid_parent, parent, -1), selected)
     thread = host.ops["thread"].fill_null(0).to_numpy()
-    return _lines(thread, ids, codes, around, chosen)
+    return _split_ops(thread, ids, codes, enclosing, selected)
 
 
-def device_lines(trace: Trace, codes: Ints, chosen: Bools) -> list[ThreadOps]:
+def split_by_lane(trace: Trace, codes: Ints, selected: Bools) -> list[ThreadOps]:
     """The chosen events by lane, the lane with most of them first."""
-    return [line for _, line in device_lines_by_step(trace, codes, chosen, np.zeros(chosen.size, dtype=np.int64))]
+    return [line for _, line in split_by_step_and_lane(trace, codes, selected, np.zeros(selected.size, dtype=np.int64))]
 
 
-def device_lines_by_step(trace: Trace, codes: Ints, chosen: Bools, step: Ints) -> list[tuple[int, ThreadOps]]:
+def split_by_step_and_lane(trace: Trace, codes: Ints, selected: Bools, step: Ints) -> list[tuple[int, ThreadOps]]:
     """The chosen events by step (a number >= 0 for each event) and lane, the longest first.
 
     Events that begin in the same microsecond are in no certain order in the trace; their external ids count up with
     the ops, whatever their numbers mean.
     """
     events, lanes = trace.events, trace.lanes.height
-    around = nearest(events["parent"].cast(pl.Int64).fill_null(-1).to_numpy(), chosen)
+    enclosing = find_nearest_ancestor(events["parent"].cast(pl.Int64).fill_null(-1).to_numpy(), selected)
     start, lane = events["start_ns"].to_numpy(), events["lane"].to_numpy().astype(np.int64)
     tie = events["external_id"].fill_null(-1).to_numpy()
-    lines = _lines(step * lanes + lane, start, codes, around, chosen, tie)
+    lines = _split_ops(step * lanes + lane, start, codes, enclosing, selected, tie)
     return [(line.key // lanes, replace(line, key=line.key % lanes)) for line in lines]
 
 
-def _lines(  # noqa: PLR0917
-    key: Ints, order: Ints, codes: Ints, around: Ints, chosen: Bools, tie: Ints | None = None
+def _split_ops(  # noqa: PLR0917
+    key: Ints, order: Ints, codes: Ints, enclosing: Ints, selected: Bools, tie: Ints | None = None
 ) -> list[ThreadOps]:
-    rows = np.flatnonzero(chosen)
+    rows = np.flatnonzero(selected)
     rows = rows[np.lexsort((tie[rows] if tie is not None else rows, order[rows], key[rows]))]
     if not rows.size:
         return []
     bounds = np.flatnonzero(np.diff(key[rows], prepend=key[rows[0]] - 1))
     lines = []
     for row in np.split(rows, bounds[1:]):
-        outer = around[row]
+        outer = enclosing[row]
         name = hash_numbers(codes[row])
         nested = name + hash_numbers(np.where(outer >= 0, codes[outer] + 1, 0), 2)
-        lines.append(ThreadOps(int(key[row[0]]), row, order[row], hashes(name), hashes(nested)))
+        lines.append(ThreadOps(int(key[row[0]]), row, order[row], build_hashes(name), build_hashes(nested)))
     return sorted(lines, key=lambda line: -line.size)
 
 
-OWN = r"^traceloom\.(?:step#|scope:)"  # annotations of the recorder itself
+RECORDER_ANNOTATIONS = r"^traceloom\.(?:step#|scope:)"  # annotations of the recorder itself
 
 
-def timed_ops(timed: Trace) -> Bools:
+def find_timed_ops(timed_trace: Trace) -> Bools:
     """Which events of a timed window are ops or annotations of the program, on any thread, in any step or outside."""
-    own: Bools = timed.events["name"].str.contains(OWN).fill_null(value=False).to_numpy()
-    return is_op(timed) & ~own
+    is_recorder: Bools = timed_trace.events["name"].str.contains(RECORDER_ANNOTATIONS).fill_null(value=False).to_numpy()
+    return is_op(timed_trace) & ~is_recorder
 
 
-def same_ops(timed: Trace, graph: Trace, recorded: Bools) -> Ints:
+def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
     """The event of the graph step that is the same op as each event of the timed steps; -1 where none is.
 
     The graph step and each timed step are compared by the order of names on each thread of the process; what is left by
     its turn among ops of the same name, since ops of a pool of threads run now here, now there.
 
     Args:
-        timed: The trace of the timed window.
+        timed_trace: The trace of the timed window.
         graph: The trace of the graph step, of the same process.
         recorded: Which events of the graph step may be named.
     """
-    graph_code, timed_code = name_codes(graph.events["name"], timed.events["name"])
-    threads, timed_threads = (trace.lanes.select("process", "thread").rows() for trace in (graph, timed))
-    pattern = {threads[line.key]: line for line in device_lines(graph, graph_code, recorded)}
-    step = timed.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()
-    inside = timed_ops(timed) & (step >= 0)
-    same = np.full(timed.events.height, -1, dtype=np.int64)
-    for _, line in device_lines_by_step(timed, timed_code, inside, np.maximum(step, 0)):
+    graph_code, timed_code = encode_shared_names(graph.events["name"], timed_trace.events["name"])
+    threads, timed_threads = (trace.lanes.select("process", "thread").rows() for trace in (graph, timed_trace))
+    pattern = {threads[line.key]: line for line in split_by_lane(graph, graph_code, recorded)}
+    step = timed_trace.events["step"].fill_null(-1).cast(pl.Int64).to_numpy()
+    is_timed_op = find_timed_ops(timed_trace) & (step >= 0)
+    same = np.full(timed_trace.events.height, -1, dtype=np.int64)
+    for _, line in split_by_step_and_lane(timed_trace, timed_code, is_timed_op, np.maximum(step, 0)):
         like = pattern.get(timed_threads[line.key])
         if like is not None:
             if like.size == line.size and np.array_equal(like.names.tokens, line.names.tokens):
@@ -403,28 +417,31 @@ def same_ops(timed: Trace, graph: Trace, recorded: Bools) -> Ints:
             else:
                 in_graph, in_step = align(like.names, line.names)
             same[line.row[in_step]] = like.row[in_graph]
-    rows = np.flatnonzero(inside)
+    rows = np.flatnonzero(is_timed_op)
     rows = rows[np.argsort(step[rows], kind="stable")]
-    for of_step in np.split(rows, np.flatnonzero(np.diff(step[rows])) + 1):
-        left = recorded.copy()
-        left[same[of_step][same[of_step] >= 0]] = False
-        sources, targets = np.flatnonzero(left), of_step[same[of_step] < 0]
+    for step_rows in np.split(rows, np.flatnonzero(np.diff(step[rows])) + 1):
+        unmatched = recorded.copy()
+        unmatched[same[step_rows][same[step_rows] >= 0]] = False
+        sources, targets = np.flatnonzero(unmatched), step_rows[same[step_rows] < 0]
         if sources.size and targets.size:
-            turns = []
-            for events, codes, of_names in ((graph.events, graph_code, sources), (timed.events, timed_code, targets)):
-                ordered = of_names[np.argsort(events["start_ns"].to_numpy()[of_names], kind="stable")]
-                turns.append(
+            turn_frames = []
+            for events, codes, event_rows in (
+                (graph.events, graph_code, sources),
+                (timed_trace.events, timed_code, targets),
+            ):
+                ordered = event_rows[np.argsort(events["start_ns"].to_numpy()[event_rows], kind="stable")]
+                turn_frames.append(
                     pl.DataFrame({"row": ordered, "code": codes[ordered]}).with_columns(
                         pl.int_range(pl.len()).over("code").alias("turn"), pl.len().over("code").alias("count")
                     )
                 )
-            both = turns[0].join(turns[1], on=["code", "turn", "count"])
+            both = turn_frames[0].join(turn_frames[1], on=["code", "turn", "count"])
             same[both["row_right"].to_numpy()] = both["row"].to_numpy()
     return same
 
 
 def add_graph_step_shapes(
-    trace: Trace, folder: Path | None, read: Callable[[Path, dict[str, Any]], Trace | InputError]
+    trace: Trace, directory: Path | None, read: Callable[[Path, dict[str, Any]], Trace | InputError]
 ) -> Trace:
     """The trace with the inputs of its ops as the graph step saw them, where the window was recorded without.
 
@@ -432,30 +449,30 @@ def add_graph_step_shapes(
 
     Args:
         trace: A timed window.
-        folder: Its capture; None where it belongs to none.
+        directory: Its capture; None where it belongs to none.
         read: Reads a trace of that capture.
     """
     entry = trace.meta.capture or {}
     settings, step = entry.get("settings"), entry.get("graph_step")
     name = step.get("file") if isinstance(step, dict) else None
-    if folder is None or not isinstance(name, str) or Path(name).name != name:
+    if directory is None or not isinstance(name, str) or Path(name).name != name:
         return trace
-    if not isinstance(settings, dict) or settings.get("shapes") is not False or not (folder / name).is_file():
+    if not isinstance(settings, dict) or settings.get("shapes") is not False or not (directory / name).is_file():
         return trace
 
     def tensors() -> pl.DataFrame:
-        graph = read(folder / name, entry)
-        own = trace.tensors
+        graph = read(directory / name, entry)
+        recorded_tensors = trace.tensors
         if isinstance(graph, InputError):
-            return own
+            return recorded_tensors
         shaped = np.zeros(graph.events.height, dtype=np.bool_)
         shaped[graph.tensors["event"].to_numpy()] = True
-        same = same_ops(trace, graph, is_op(graph) & shaped)
-        events = np.setdiff1d(np.flatnonzero(same >= 0), own["event"].to_numpy())
+        same = match_ops(trace, graph, is_op(graph) & shaped)
+        events = np.setdiff1d(np.flatnonzero(same >= 0), recorded_tensors["event"].to_numpy())
         pairs = pl.DataFrame(
             {"event": events, "source": same[events]}, schema={"event": pl.UInt32, "source": pl.UInt32}
         )
-        seen = pairs.join(graph.tensors.rename({"event": "source"}), on="source", how="left").drop("source")
-        return pl.concat([own, seen.pipe(cast_to_schema, SCHEMAS["tensors"])]).sort("event")
+        graph_tensors = pairs.join(graph.tensors.rename({"event": "source"}), on="source", how="left").drop("source")
+        return pl.concat([recorded_tensors, graph_tensors.pipe(cast_to_schema, SCHEMAS["tensors"])]).sort("event")
 
     return trace.with_deferred("tensors", DeferredFrame(tensors))

@@ -16,17 +16,17 @@ import numpy as np
 import polars as pl
 
 from traceloom.errors import InputError, UsageError
-from traceloom.formats.kineto_columns import to_floats
+from traceloom.formats.kineto_columns import parse_floats
 from traceloom.formats.repair import repair_event
 from traceloom.formats.resync import DamageLog
-from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.trace.array_types import Ints
 from traceloom.trace.trace import Trace
 
-_BATCH = 4096  # events decoded at once
+_BATCH_EVENTS = 4096  # events decoded at once
 
 
-def readable(trace: Trace) -> bool:
+def can_reread_events(trace: Trace) -> bool:
     """Whether the events of the trace can be read again: it came from a file that is still there."""
     return trace.meta.path != "-" and Path(trace.meta.path).is_file()
 
@@ -47,7 +47,7 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
     if not 0 <= event < trace.events.height:
         raise UsageError(f"expected an event below {trace.events.height}, got {event}", slug="no-such-event")
     name = trace.events["name"][event]
-    for entry in _parsed(next(read_event_texts(trace, np.array([event])), b"")):
+    for entry in _parse_entries(next(read_event_texts(trace, np.array([event])), b"")):
         if str(entry.get("name", "")) == name:
             args = entry.get("args")
             return args if isinstance(args, dict) else {}
@@ -59,7 +59,7 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
     )
 
 
-def read_numbers(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]) -> pl.DataFrame:
+def read_numeric_arguments(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]) -> pl.DataFrame:
     """Some numeric arguments of some events.
 
     Args:
@@ -74,23 +74,24 @@ def read_numbers(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str,
     Raises:
         InputError: `unreadable`: the file is gone.
     """
-    wanted = {name: (key, None) if isinstance(key, str) else key for name, key in keys.items()}
-    fields = {key: f"value_{number}" for number, (key, _) in enumerate(wanted.values())}
-    record = msgspec.defstruct(
+    key_and_index_by_column = {name: (key, None) if isinstance(key, str) else key for name, key in keys.items()}
+    fields = {key: f"value_{number}" for number, (key, _) in enumerate(key_and_index_by_column.values())}
+    record_type = msgspec.defstruct(
         "Numbers", [(field, Any, msgspec.field(default=None, name=key)) for key, field in fields.items()], gc=False
     )
     columns = {name: np.full(events.size, np.nan) for name in keys}
-    none = record()
-    for places, decoded in _decoded(trace, events, record):
-        rows = [none if args is None else args for args in decoded]
+    empty_record = record_type()
+    for positions, decoded in _decode_arguments(trace, events, record_type):
+        rows = [empty_record if args is None else args for args in decoded]
         for name, values in columns.items():
-            key, position = wanted[name]
-            recorded = [getattr(row, fields[key]) for row in rows]
-            if position is not None:
-                recorded = [
-                    value[position] if isinstance(value, list) and position < len(value) else None for value in recorded
+            key, list_index = key_and_index_by_column[name]
+            raw_values = [getattr(row, fields[key]) for row in rows]
+            if list_index is not None:
+                raw_values = [
+                    value[list_index] if isinstance(value, list) and list_index < len(value) else None
+                    for value in raw_values
                 ]
-            values[places] = to_floats(recorded)
+            values[positions] = parse_floats(raw_values)
     series = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
     return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *series])
 
@@ -103,26 +104,26 @@ def read_all_arguments(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
     Raises:
         InputError: `unreadable`: the file is gone.
     """
-    arguments: list[dict[str, Any]] = [{}] * events.size
-    for places, decoded in _decoded(trace, events, dict[str, Any]):
-        for position, args in zip(places.tolist(), decoded, strict=True):
-            arguments[position] = args if args is not None else {}
-    yield from arguments
+    result: list[dict[str, Any]] = [{}] * events.size
+    for positions, decoded in _decode_arguments(trace, events, dict[str, Any]):
+        for position, args in zip(positions.tolist(), decoded, strict=True):
+            result[position] = args if args is not None else {}
+    yield from result
 
 
-def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints, list[Any]]]:
-    """The arguments as `arguments`, batch by batch in the order of the file, with their places in `events`.
+def _decode_arguments(trace: Trace, events: Ints, arguments_type: Any) -> Iterator[tuple[Ints, list[Any]]]:
+    """The arguments as `arguments_type`, batch by batch in the order of the file, with their places in `events`.
 
     None where an event has none. Events beyond the end of the file are left out.
     """
-    entry = msgspec.defstruct("Again", [("name", str, ""), ("args", arguments | None, None)], gc=False)
+    entry = msgspec.defstruct("Again", [("name", str, ""), ("args", arguments_type | None, None)], gc=False)
     decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
     order = np.argsort(trace.sources["offset"].gather(events).to_numpy(), kind="stable")
     texts = read_event_texts(trace, events[order])
-    for low in range(0, order.size, _BATCH):
-        places = order[low : low + _BATCH]
-        batch = list(islice(texts, places.size))
-        names = trace.events["name"].gather(events[places]).to_list()[: len(batch)]
+    for batch_start in range(0, order.size, _BATCH_EVENTS):
+        positions = order[batch_start : batch_start + _BATCH_EVENTS]
+        batch = list(islice(texts, positions.size))
+        names = trace.events["name"].gather(events[positions]).to_list()[: len(batch)]
         try:
             entries: list[Any] = decoder.decode(b"[" + b",".join(batch) + b"]")
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -132,16 +133,16 @@ def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints,
         else:
             decoded = []
             for text, name in zip(batch, names, strict=True):  # of a damaged stretch, which may hold others too
-                own = (item.get("args") for item in _parsed(text) if str(item.get("name", "")) == name)
-                args = next((args for args in own if isinstance(args, dict)), None)
+                candidates = (item.get("args") for item in _parse_entries(text) if str(item.get("name", "")) == name)
+                args = next((args for args in candidates if isinstance(args, dict)), None)
                 try:
-                    decoded.append(None if args is None else msgspec.convert(args, arguments))
+                    decoded.append(None if args is None else msgspec.convert(args, arguments_type))
                 except msgspec.ValidationError:
                     decoded.append(None)
-        yield places[: len(batch)], decoded
+        yield positions[: len(batch)], decoded
 
 
-def _parsed(text: bytes) -> list[dict[str, Any]]:
+def _parse_entries(text: bytes) -> list[dict[str, Any]]:
     """The entries in a stretch of a file, mended where it is damaged."""
     try:
         entries = json.loads(b"[" + text + b"]", strict=False, parse_constant=lambda _: None)
@@ -159,22 +160,26 @@ def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
     """
     if trace.meta.path == "-":
         raise UsageError("the trace came from standard input, which cannot be read again", slug="no-file")
-    where = trace.sources.select("offset", "length")[events]
-    offset = where["offset"].to_numpy()
-    stop = np.maximum.accumulate(offset + where["length"].cast(pl.Int64).to_numpy())
-    at = base = 0  # next event, byte at which what is held begins
-    held = b""
+    spans = trace.sources.select("offset", "length")[events]
+    offset = spans["offset"].to_numpy()
+    ends = np.maximum.accumulate(offset + spans["length"].cast(pl.Int64).to_numpy())
+    next_event = buffer_offset = 0  # next event, byte at which what is held begins
+    buffer = b""
     with open_input(Path(trace.meta.path)) as stream:
-        pieces = text_pieces(stream, DamageLog())
-        for piece in pieces:
-            held += piece
-            end = base + len(held)
-            ready = int(np.searchsorted(stop, end, side="right"))
-            for low, high in zip((offset[at:ready] - base).tolist(), (stop[at:ready] - base).tolist(), strict=True):
-                yield held[low:high]  # ready >= at: what is held only grows
-            at = ready
-            if at >= stop.size:
+        chunks = read_text_pieces(stream, DamageLog())
+        for chunk in chunks:
+            buffer += chunk
+            end = buffer_offset + len(buffer)
+            ready_end = int(np.searchsorted(ends, end, side="right"))
+            for low, high in zip(
+                (offset[next_event:ready_end] - buffer_offset).tolist(),
+                (ends[next_event:ready_end] - buffer_offset).tolist(),
+                strict=True,
+            ):
+                yield buffer[low:high]  # ready >= at: what is held only grows
+            next_event = ready_end
+            if next_event >= ends.size:
                 break
-            keep = min(max(int(offset[at]) - base, 0), len(held))
-            held, base = held[keep:], base + keep
-        pieces.close()  # type: ignore[attr-defined]
+            keep_from = min(max(int(offset[next_event]) - buffer_offset, 0), len(buffer))
+            buffer, buffer_offset = buffer[keep_from:], buffer_offset + keep_from
+        chunks.close()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from traceloom.system.text import clean_json
 from traceloom.trace.notice import Notice
 
 FORMAT, VERSION = "traceloom-capture", 1
-Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+BoundedInt = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Texts = dict[str, Any]
 
 
@@ -24,8 +24,8 @@ class CapturedGroup(Struct, kw_only=True):
     group: str | None = None
     description: str | None = None
     backend: str | None = None
-    ranks: list[Whole] | str | None = None
-    size: Whole | None = None
+    ranks: list[BoundedInt] | str | None = None
+    size: BoundedInt | None = None
 
 
 class CapturedWindow(Struct, kw_only=True):
@@ -33,18 +33,18 @@ class CapturedWindow(Struct, kw_only=True):
 
     file: str | None = None
     kind: str | None = None
-    first_step: Whole | None = None
-    step_count: Whole | None = None
-    start_ns: Whole | None = None
-    end_ns: Whole | None = None
+    first_step: BoundedInt | None = None
+    step_count: BoundedInt | None = None
+    start_ns: BoundedInt | None = None
+    end_ns: BoundedInt | None = None
     before: Texts | None = None
 
 
 class GraphStep(Struct, kw_only=True):
     """`graph_step` of a rank."""
 
-    step: Whole | None = None
-    duration_ns: Whole | None = None
+    step: BoundedInt | None = None
+    duration_ns: BoundedInt | None = None
     file: str | None = None
     host_file: str | None = None
     sources: list[str] | None = None
@@ -53,33 +53,33 @@ class GraphStep(Struct, kw_only=True):
 class CapturedClock(Struct, kw_only=True):
     """`clock` of a rank."""
 
-    offset_ns: Whole | None = None
-    error_ns: Whole | None = None
+    offset_ns: BoundedInt | None = None
+    error_ns: BoundedInt | None = None
 
 
 class Rank(Struct, kw_only=True):
     """One of `ranks`, as docs/reference/capture-json.md says."""
 
-    rank: Whole | None = None
-    world_size: Whole | None = None
-    local_rank: Whole | None = None
+    rank: BoundedInt | None = None
+    world_size: BoundedInt | None = None
+    local_rank: BoundedInt | None = None
     job: str | None = None
     name: str | None = None
     host: str | None = None
     clock: CapturedClock | None = None
-    process: Whole | None = None
+    process: BoundedInt | None = None
     command: list[str] | None = None
     platform: str | None = None
     processor: str | None = None
-    logical_cpus: Whole | None = None
-    usable_cpus: Whole | None = None
-    torch_threads: Whole | None = None
+    logical_cpus: BoundedInt | None = None
+    usable_cpus: BoundedInt | None = None
+    torch_threads: BoundedInt | None = None
     devices: list[Texts] | None = None
     versions: dict[str, str | None] | None = None
     settings: Texts | None = None
     groups: list[CapturedGroup] | None = None
-    created_ns: Whole | None = None
-    written_ns: Whole | None = None
+    created_ns: BoundedInt | None = None
+    written_ns: BoundedInt | None = None
     ended: str | None = None
     replay_of: str | None = None
     window: CapturedWindow | None = None
@@ -90,7 +90,7 @@ class Rank(Struct, kw_only=True):
     incidental: bool | None = None
     collectives: Texts | None = None
     thread_cpu: Texts | None = None
-    live_bytes_at_start: dict[str, Whole] | None = None
+    live_bytes_at_start: dict[str, BoundedInt] | None = None
     live_storages_at_start: Texts | None = None
     live_storages_at_end: Texts | None = None
     allocators_at_end: list[Texts] | None = None
@@ -103,16 +103,16 @@ class Run(Struct, kw_only=True):
     """`run` of the whole capture."""
 
     command: list[str] | None = None
-    exit_code: Whole | None = None
+    exit_code: BoundedInt | None = None
     signal: str | int | None = None
-    started_ns: Whole | None = None
-    ended_ns: Whole | None = None
+    started_ns: BoundedInt | None = None
+    ended_ns: BoundedInt | None = None
 
 
 _RANK, _RUN = (get_type_hints(kind, include_extras=True) for kind in (Rank, Run))
 
 
-def decode(text: bytes, where: object) -> tuple[dict[str, Any], list[Notice]] | None:
+def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]] | None:
     """The document without what does not fit, and what was left out; None where it is no such document at all.
 
     Raises:
@@ -126,45 +126,56 @@ def decode(text: bytes, where: object) -> tuple[dict[str, Any], list[Notice]] | 
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         return None
     if document.get("version") != VERSION:
-        raise other_version("capture", document.get("version"), VERSION, where)
+        raise other_version("capture", document.get("version"), VERSION, location)
     if not isinstance(document.get("ranks"), list):
         return None
-    odd: list[str] = []
-    document["ranks"] = [_fitting(entry, _RANK, f"$.ranks[{at}]", odd) for at, entry in enumerate(document["ranks"])]
+    unexpected: list[str] = []
+    document["ranks"] = [
+        _select_valid_values(entry, _RANK, f"$.ranks[{index}]", unexpected)
+        for index, entry in enumerate(document["ranks"])
+    ]
     document["ranks"] = [entry for entry in document["ranks"] if entry is not None]
-    document["run"] = _fitting(document.get("run", {}), _RUN, "$.run", odd) or {}
+    document["run"] = _select_valid_values(document.get("run", {}), _RUN, "$.run", unexpected) or {}
     notices = []
-    if odd:
-        sentence = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"
-        notices.append(Notice("odd-capture", "warning", sentence, len(odd), where=odd[0].partition(":")[0]))
+    if unexpected:
+        message = f"values of capture.json of an unexpected type, left out: {len(unexpected):,} (first {unexpected[0]})"
+        notices.append(
+            Notice("odd-capture", "warning", message, len(unexpected), where=unexpected[0].partition(":")[0])
+        )
     if replaced:
-        sentence = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
-        notices.append(Notice("replaced-text", "warning", sentence, replaced))
+        message = f"texts of capture.json that hold halves of surrogate pairs, replaced by U+FFFD: {replaced:,}"
+        notices.append(Notice("replaced-text", "warning", message, replaced))
     return document, notices
 
 
-def _fitting(entry: Any, types: dict[str, Any], path: str, odd: list[str]) -> dict[str, Any] | None:
+def _select_valid_values(entry: Any, types: dict[str, Any], path: str, unexpected: list[str]) -> dict[str, Any] | None:
     """The entry without the values that do not fit; None where it is no object."""
     if not isinstance(entry, dict):
-        odd.append(f"{path}: expected an object")
+        unexpected.append(f"{path}: expected an object")
         return None
     fitting = {}
     for key, value in entry.items():
         kind = types.get(key)
         fitting[key] = value
-        if kind is None or _fault(value, kind) is None:
+        if kind is None or _find_fault(value, kind) is None:
             continue
-        members = [_fault(value[at : at + 1], kind) for at in range(len(value))] if isinstance(value, list) else []
+        members = (
+            [_find_fault(value[index : index + 1], kind) for index in range(len(value))]
+            if isinstance(value, list)
+            else []
+        )
         if None in members:  # of a list those that fit
-            odd.extend(f"{path}.{key}[{at}]: {fault}" for at, fault in enumerate(members) if fault is not None)
+            unexpected.extend(
+                f"{path}.{key}[{index}]: {fault}" for index, fault in enumerate(members) if fault is not None
+            )
             fitting[key] = [item for item, fault in zip(value, members, strict=True) if fault is None]
         else:
-            odd.append(f"{path}.{key}: {_fault(value, kind)}")
+            unexpected.append(f"{path}.{key}: {_find_fault(value, kind)}")
             fitting[key] = None
     return fitting
 
 
-def _fault(value: Any, kind: Any) -> str | None:
+def _find_fault(value: Any, kind: Any) -> str | None:
     try:
         msgspec.convert(value, kind, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:

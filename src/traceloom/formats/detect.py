@@ -45,13 +45,13 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
 )
 
 
-def refuse_start(text: bytes, path: str, wanted: str = "Kineto trace") -> None:
+def refuse_start(text: bytes, path: str, expected: str = "Kineto trace") -> None:
     """Refuse what cannot be JSON of a trace by its first bytes.
 
     Args:
         text: The first bytes, decompressed.
         path: The file.
-        wanted: What it should be.
+        expected: What it should be.
 
     Raises:
         InputError: `empty-file`, or `not-a-trace`, which says what the file is.
@@ -63,17 +63,17 @@ def refuse_start(text: bytes, path: str, wanted: str = "Kineto trace") -> None:
         return
     if _GRAPH.match(text):
         hint = "in Python, traceloom.Graph.load reads it; in a shell, traceloom show, whatif and convert do"
-        _refuse("a saved graph", path, hint, expected=wanted)
-    if words := kind_of(text):
-        _refuse(words, path, expected=wanted)
+        _refuse("a saved graph", path, hint, expected=expected)
+    if description := describe_format(text):
+        _refuse(description, path, expected=expected)
     _refuse("no JSON object or list", path)
 
 
-def kind_of(text: bytes) -> str:
+def describe_format(text: bytes) -> str:
     """What a file is that is no JSON, in words; empty where its first bytes do not tell."""
-    for magic, words in _MAGIC:
+    for magic, description in _MAGIC:
         if text.startswith(magic):
-            return words
+            return description
     if text[257:262] == b"ustar":
         return "a tar archive; unpack it first"
     return "a Chakra execution trace (protobuf)" if _CHAKRA.search(text[:64]) else ""
@@ -109,17 +109,19 @@ def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
     if metadata.get("format") in ("traceloom-capture", "traceloom-report"):
         _refuse(f"a {str(metadata['format']).replace('traceloom-', '')} file of Traceloom", path)
     keys = set(metadata)
-    for required, words, hint in _KEYS:
+    for required, description, hint in _KEYS:
         if required <= keys and (done or "traceEvents" not in keys):
-            _refuse(words, path, hint)
+            _refuse(description, path, hint)
     if done:
-        shown = ", ".join(f"`{key}`" for key in list(metadata)[:4])
-        _refuse(f"JSON without `traceEvents`{f' (its keys: {shown})' if shown else ''}", path)
+        listed_keys = ", ".join(f"`{key}`" for key in list(metadata)[:4])
+        _refuse(f"JSON without `traceEvents`{f' (its keys: {listed_keys})' if listed_keys else ''}", path)
 
 
-def _refuse(words: str, path: str, hint: str = "", expected: str = "Kineto trace") -> NoReturn:
+def _refuse(description: str, path: str, hint: str = "", expected: str = "Kineto trace") -> NoReturn:
     raise InputError(
-        f"this is no {expected} but {words}" if not words.startswith(("no ", "compressed")) else f"the file is {words}",
+        f"this is no {expected} but {description}"
+        if not description.startswith(("no ", "compressed"))
+        else f"the file is {description}",
         slug="not-a-trace",
         where=path,
         hint=hint,

@@ -17,15 +17,15 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.errors import InputError
-from traceloom.formats.detect import kind_of, refuse_start
-from traceloom.formats.inputs import FileHead, InputFile, source_of
-from traceloom.formats.kineto_columns import number
+from traceloom.formats.detect import describe_format, refuse_start
+from traceloom.formats.inputs import FileHead, InputFile, detect_source
+from traceloom.formats.kineto_columns import parse_integer
 from traceloom.formats.kineto_fields import NULL
-from traceloom.formats.kineto_metadata import add_group, find_rank, whole
+from traceloom.formats.kineto_metadata import find_rank, merge_group_row, parse_whole_number
 from traceloom.formats.repair import repair_event
-from traceloom.formats.resync import MALFORMED, DamageLog, EntryFormat, JsonScanner, Recovery, Span
-from traceloom.formats.text_stream import TextBuffer, first_pieces, open_input, text_pieces
-from traceloom.system.gzip_stream import Step
+from traceloom.formats.resync import PARSE_ERRORS, DamageLog, EntryFormat, EntryRecovery, JsonScanner, Span
+from traceloom.formats.text_stream import TextBuffer, open_input, read_first_pieces, read_text_pieces
+from traceloom.system.gzip_stream import ProgressCallback
 from traceloom.system.text import clean_json
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import GROUP_LIST, HOST_OPS, SCHEMAS, HostTrace
@@ -45,7 +45,7 @@ _ATTRIBUTES = {key: column for column, key in NUMBERS.items() if key != "parent"
 LISTS = ("inputs", "input_shapes", "input_types", "outputs", "output_shapes", "output_types")
 _SIDES = {side: (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types") for side in ("inputs", "outputs")}
 # What a number says when there is nothing to say; those are null in the columns.
-_NOTHING = {"forward_parent": 0, "record_function_id": 0, "sequence": -1, "thread": 0, "forward_thread": 0}
+_ABSENT_VALUES = {"forward_parent": 0, "record_function_id": 0, "sequence": -1, "thread": 0, "forward_thread": 0}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -106,33 +106,33 @@ def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
     Raises:
         msgspec.DecodeError, UnicodeDecodeError, RecursionError: It is malformed.
     """
-    whole = b"".join((b"[", text, b"]"))
+    document = b"".join((b"[", text, b"]"))
     try:
         if not nested:
-            nodes = _FLAT.decode(whole)
+            nodes = _FLAT.decode(document)
             columns: dict[str, Any] = {"id": [node.id for node in nodes], "name": [node.name for node in nodes]}
             for column, key in NUMBERS.items():
                 columns[column] = [getattr(node, key) for node in nodes]
             columns["schema"] = [node.op_schema for node in nodes]
             for key in LISTS:
-                columns[key] = _texts(getattr(node, key) for node in nodes)
-            return _frame(columns), 0, 0
+                columns[key] = _decode_texts(getattr(node, key) for node in nodes)
+            return _build_frame(columns), 0, 0
         # Groups of nodes whose attributes have the same names in the same order, of which a file has few.
         groups: dict[tuple[str, ...], list[NestedNode]] = {}
-        for nested_node in _NESTED.decode(whole):
+        for nested_node in _NESTED.decode(document):
             names = tuple([attribute.name for attribute in nested_node.attrs])
             groups.setdefault(names, []).append(nested_node)
-        frames = [_group_frame(names, members) for names, members in groups.items()]
+        frames = [_build_nested_frame(names, members) for names, members in groups.items()]
         return pl.concat(frames) if frames else pl.DataFrame(schema=HOST_OPS), 0, 0
-    except (msgspec.ValidationError, _Unfit):
-        return decode_any_schema(msgspec.json.decode(whole))
+    except (msgspec.ValidationError, _SchemaMismatch):
+        return decode_any_schema(msgspec.json.decode(document))
 
 
-class _Unfit(Exception):  # noqa: N818  (never seen outside)
+class _SchemaMismatch(Exception):  # noqa: N818  (never seen outside)
     """A value does not fit its column; the careful way finds out which."""
 
 
-def _group_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.DataFrame:
+def _build_nested_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.DataFrame:
     columns: dict[str, Any] = {
         "id": [node.id for node in nodes],
         "name": [node.name for node in nodes],
@@ -140,31 +140,31 @@ def _group_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.DataFram
     }
     for side, (values, shapes, types) in _SIDES.items():
         sides = [getattr(node, side) for node in nodes]
-        columns[values] = _texts(entry.values for entry in sides)
-        columns[shapes] = _texts(entry.shapes for entry in sides)
-        columns[types] = _texts(entry.types for entry in sides)
-    others: dict[str, list[bytes]] = {}
-    for at, name in enumerate(names):
-        attribute_values = [node.attrs[at].value for node in nodes]
+        columns[values] = _decode_texts(entry.values for entry in sides)
+        columns[shapes] = _decode_texts(entry.shapes for entry in sides)
+        columns[types] = _decode_texts(entry.types for entry in sides)
+    extra_attributes: dict[str, list[bytes]] = {}
+    for index, name in enumerate(names):
+        attribute_values = [node.attrs[index].value for node in nodes]
         if name in _ATTRIBUTES:
             columns[_ATTRIBUTES[name]] = attribute_values
         elif name == "op_schema":
             columns["schema"] = attribute_values
         else:
-            others[name] = [_encode(value) for value in attribute_values]
+            extra_attributes[name] = [_encode(value) for value in attribute_values]
     for side in _SIDES:
         strides = [bytes(getattr(node, side).strides) for node in nodes]
         if any(strides):
-            others[f"{side[:-1]}_strides"] = [text or b"null" for text in strides]
-    if others:
+            extra_attributes[f"{side[:-1]}_strides"] = [text or b"null" for text in strides]
+    if extra_attributes:
         # One JSON object per row from columns of JSON text.
-        keys = [_encode(name) for name in others]
+        keys = [_encode(name) for name in extra_attributes]
         pattern = b"{" + b",".join(key.replace(b"%", b"%%") + b":%b" for key in keys) + b"}"
-        columns["attributes"] = _texts(pattern % row for row in zip(*others.values(), strict=True))
-    return _frame(columns)
+        columns["attributes"] = _decode_texts(pattern % row for row in zip(*extra_attributes.values(), strict=True))
+    return _build_frame(columns)
 
 
-def _texts(raws: Iterable[msgspec.Raw | bytes]) -> pl.Series:
+def _decode_texts(raws: Iterable[msgspec.Raw | bytes]) -> pl.Series:
     """JSON text of each; null where the file has none."""
     texts = [bytes(raw) or None for raw in raws]
     try:
@@ -173,7 +173,7 @@ def _texts(raws: Iterable[msgspec.Raw | bytes]) -> pl.Series:
         return pl.Series([None if text is None else text.decode("utf-8", "replace") for text in texts], dtype=pl.String)
 
 
-def _frame(columns: dict[str, Any]) -> pl.DataFrame:
+def _build_frame(columns: dict[str, Any]) -> pl.DataFrame:
     height = len(columns["id"])
     try:
         series = [
@@ -183,7 +183,7 @@ def _frame(columns: dict[str, Any]) -> pl.DataFrame:
             for name, kind in HOST_OPS.items()
         ]
     except (TypeError, OverflowError, pl.exceptions.PolarsError) as error:
-        raise _Unfit from error
+        raise _SchemaMismatch from error
     return pl.DataFrame(series)
 
 
@@ -192,26 +192,26 @@ def _frame(columns: dict[str, Any]) -> pl.DataFrame:
 
 def decode_any_schema(nodes: list[Any]) -> tuple[pl.DataFrame, int, int]:
     """Decoded nodes of any make: (frame, how many hold values of unexpected types, how many are no nodes at all)."""
-    rows, odd, lost = [], 0, 0
+    rows, unexpected, lost = [], 0, 0
     for node in nodes:
-        row = _row(node) if isinstance(node, dict) else None
+        row = _build_row(node) if isinstance(node, dict) else None
         if row is None:
             lost += 1
             continue
-        odd += row.pop("odd")
+        unexpected += row.pop("odd")
         rows.append(row)
     columns = {name: [row.get(name) for row in rows] for name in HOST_OPS}
-    return pl.DataFrame(columns, schema=HOST_OPS), odd, lost
+    return pl.DataFrame(columns, schema=HOST_OPS), unexpected, lost
 
 
-def _row(node: dict[str, Any]) -> dict[str, Any] | None:
+def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
     """The columns of one node; None without an id. `odd` says that a value was of no expected type."""
-    own = number(node.get("id"))
-    if own == NULL:
+    node_id = parse_integer(node.get("id"))
+    if node_id == NULL:
         return None
     values = dict(node)
     # Attributes and the parts of inputs and outputs move up to the other keys.
-    odd = False
+    unexpected = False
     sides = {side: values.pop(side, None) for side in _SIDES}
     for side, content in sides.items():
         if isinstance(content, dict):
@@ -220,62 +220,62 @@ def _row(node: dict[str, Any]) -> dict[str, Any] | None:
                 values[parts.get(key, f"{side[:-1]}_{key}")] = value
         elif content is not None:
             values[side] = content
-            odd |= not isinstance(content, list)
+            unexpected |= not isinstance(content, list)
     listed = values.pop("attrs", None)
     if isinstance(listed, dict):
         listed = [{"name": name, "value": value} for name, value in listed.items()]
-    odd |= listed is not None and not isinstance(listed, list)
+    unexpected |= listed is not None and not isinstance(listed, list)
     for item in listed if isinstance(listed, list) else []:
         if isinstance(item, dict) and isinstance(item.get("name"), str):
             values.setdefault(item["name"], item.get("value"))
         else:
-            odd = True
-    row: dict[str, Any] = {"id": own, "name": _name(values.pop("name", None))}
-    odd |= not isinstance(node.get("id"), int) or not isinstance(node.get("name"), str)
+            unexpected = True
+    row: dict[str, Any] = {"id": node_id, "name": _clean_name(values.pop("name", None))}
+    unexpected |= not isinstance(node.get("id"), int) or not isinstance(node.get("name"), str)
     values.pop("id")
     for column, key in NUMBERS.items():
         value = values.pop(key, None)
         if column == "parent" and "ctrl_deps" in values:
             value = values.pop("ctrl_deps")
             value = value[0] if isinstance(value, list) and value else value
-        parsed = number(value)
+        parsed = parse_integer(value)
         row[column] = None if parsed == NULL else parsed
         if parsed == NULL and isinstance(value, int) and 2**63 <= value < 2**64:
             row[column] = value - 2**64  # -1 written as unsigned
-        odd |= value is not None and (row[column] is None or isinstance(value, str))
+        unexpected |= value is not None and (row[column] is None or isinstance(value, str))
     if row["scope"] is not None and not -(2**31) <= row["scope"] < 2**31:
-        row["scope"], odd = None, True
+        row["scope"], unexpected = None, True
     schema = values.pop("op_schema", None)
-    row["schema"] = _name(schema) if isinstance(schema, str) else None
+    row["schema"] = _clean_name(schema) if isinstance(schema, str) else None
     for key in LISTS:
         if values.get(key) is not None:
-            row[key] = _text(values.pop(key))
-    row["attributes"] = _text(values) if values else None
-    row["odd"] = odd
+            row[key] = _encode_text(values.pop(key))
+    row["attributes"] = _encode_text(values) if values else None
+    row["odd"] = unexpected
     return row
 
 
-def _name(value: Any) -> str:
+def _clean_name(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None else str(value)
     return text.encode("utf-8", "replace").decode()  # half of a surrogate pair cannot stand in UTF-8
 
 
-def _text(value: Any) -> str:
+def _encode_text(value: Any) -> str:
     try:
         return _encode(value).decode()
     except UnicodeEncodeError:
         return json.dumps(value)
 
 
-def joined(frames: list[pl.DataFrame]) -> pl.DataFrame:
+def merge_frames(frames: list[pl.DataFrame]) -> pl.DataFrame:
     """Frames of stretches as one, ascending by id.
 
     Numbers and texts that say nothing become null; a root is nobody's child.
     """
-    whole = pl.concat(list(chain([pl.DataFrame(schema=HOST_OPS)], frames)))
-    return whole.sort("id", maintain_order=True).with_columns(
+    merged = pl.concat(list(chain([pl.DataFrame(schema=HOST_OPS)], frames)))
+    return merged.sort("id", maintain_order=True).with_columns(
         *(
-            pl.col(column).replace([NULL, _NOTHING.get(column, NULL)], None)
+            pl.col(column).replace([NULL, _ABSENT_VALUES.get(column, NULL)], None)
             for column in NUMBERS
             if column not in {"parent", "scope"}
         ),
@@ -286,13 +286,13 @@ def joined(frames: list[pl.DataFrame]) -> pl.DataFrame:
 
 
 SLICE = 1 << 20
-_MOST_NODE = 1 << 26  # bytes of one node
-_MOST_HEAD = 1 << 20  # bytes before the nodes
+_MAX_NODE_BYTES = 1 << 26  # bytes of one node
+_MAX_HEAD_BYTES = 1 << 20  # bytes before the nodes
 _NODES = re.compile(rb'"nodes"\s*:\s*\[')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[|^\s*\[\s*\{[^{}]{0,300}"ph"\s*:')
 _ENTRY = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)')
 _ENVELOPE = frozenset({"schema", "pid", "time", "start_ts", "finish_ts"})  # no node has such a key
-_TRIED_ENDS = 64  # brackets looked at for the one that closes the list
+_MAX_END_CANDIDATES = 64  # brackets looked at for the one that closes the list
 
 # Between two nodes. An attribute begins with its name too, but a type or a value follows there.
 _STARTS = (
@@ -312,10 +312,10 @@ NODES = EntryFormat(
 )
 _STRING = re.compile(r'("(?:[^"\\]|\\.)*")')
 # The observer of older versions writes doubles as C++ prints them.
-_ENDLESS = re.compile(r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
+_NON_FINITE = re.compile(r"(?<=[:\[,])(\s*)([+-]?(?:nan|inf(?:inity)?))(?=\s*[,}\]])", re.IGNORECASE)
 
 
-class _NodeRecovery(Recovery):
+class _NodeRecovery(EntryRecovery):
     """Nodes as frames.
 
     Attributes:
@@ -325,24 +325,26 @@ class _NodeRecovery(Recovery):
 
     nested: bool
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.frames: list[pl.DataFrame] = []
 
-    def take(self, begin: int, end: int, spans: list[Span]) -> None:  # noqa: ARG002  (as of Recovery)
-        frame, odd, lost = decode(self.text[begin:end], nested=self.nested)
-        for slug, count in (("odd-values", odd), ("lost-events", lost)):
+    def take(self, start: int, end: int, spans: list[Span]) -> None:  # noqa: ARG002  (as of Recovery)
+        frame, unexpected, lost = decode(self.text[start:end], nested=self.nested)
+        for slug, count in (("odd-values", unexpected), ("lost-events", lost)):
             if count:
-                self._note(slug, begin, count)
+                self._note(slug, start, count)
         self.frames.append(frame)
 
-    def mend(self, begin: int, end: int) -> int:
+    def mend(self, start: int, end: int) -> int:
         # Bare inf and nan become strings, as newer observers write them; what stands in strings is left alone.
-        parts = _STRING.split(self.text[begin:end].decode("utf-8", "replace"))
-        piece = "".join(part if part.startswith('"') else _ENDLESS.sub(r'\1"\2"', part) for part in parts).encode()
-        frame, _, lost = decode_any_schema(repair_event(piece, key="id"))
+        parts = _STRING.split(self.text[start:end].decode("utf-8", "replace"))
+        repaired = "".join(
+            part if part.startswith('"') else _NON_FINITE.sub(r'\1"\2"', part) for part in parts
+        ).encode()
+        frame, _, lost = decode_any_schema(repair_event(repaired, key="id"))
         if lost:
-            self._note("lost-events", begin, lost)
+            self._note("lost-events", start, lost)
         if frame.height:
             self.frames.append(frame)
         return frame.height
@@ -355,8 +357,8 @@ class HostTraceScanner(TextBuffer):
         envelope: Top-level entries other than `nodes`, complete after the pass.
     """
 
-    def __init__(self, pieces: Iterator[bytes], damage: DamageLog, path: str) -> None:
-        super().__init__(pieces)
+    def __init__(self, chunks: Iterator[bytes], damage: DamageLog, path: str) -> None:
+        super().__init__(chunks)
         self.envelope: dict[str, Any] = {}
         self._damage = damage
         self._path = path
@@ -373,9 +375,9 @@ class HostTraceScanner(TextBuffer):
         while self._fill(target_size):
             cut = self._last_boundary(BETWEEN, 4096)
             if cut is None:
-                if target_size > _MOST_NODE:
+                if target_size > _MAX_NODE_BYTES:
                     raise InputError(
-                        f"one node is larger than {_MOST_NODE >> 20} MB", slug="oversized-entry", where=self._path
+                        f"one node is larger than {_MAX_NODE_BYTES >> 20} MB", slug="oversized-entry", where=self._path
                     )
                 target_size = len(self._text) * 2
                 continue
@@ -385,8 +387,8 @@ class HostTraceScanner(TextBuffer):
             self._skip(used)
             if closed:
                 while self._fill(len(self._text) + SLICE):
-                    if len(self._text) > _MOST_HEAD:
-                        self._skip(len(self._text) - _MOST_HEAD)
+                    if len(self._text) > _MAX_HEAD_BYTES:
+                        self._skip(len(self._text) - _MAX_HEAD_BYTES)
                 tail = self._text
                 break
             self._skip_blank()
@@ -419,36 +421,36 @@ class HostTraceScanner(TextBuffer):
         try:
             refuse_start(self._text, self._path, "host trace")
         except InputError as error:
-            if not self._text.strip() or kind_of(self._text):
+            if not self._text.strip() or describe_format(self._text):
                 raise
             unknown = error
         while (match := _NODES.search(self._text)) is None:
             if _EVENTS.search(self._text):
                 self._swapped()
-            if not self._fill(min(2 * len(self._text), _MOST_HEAD)) or len(self._text) >= _MOST_HEAD:
+            if not self._fill(min(2 * len(self._text), _MAX_HEAD_BYTES)) or len(self._text) >= _MAX_HEAD_BYTES:
                 break
         if match is None:  # the key of the nodes is damaged
-            at = JsonScanner(self._text, NODES).next_entry(0)
-            if at is None:
+            entry_start = JsonScanner(self._text, NODES).find_next_entry(0)
+            if entry_start is None:
                 if unknown is not None:
                     raise unknown
                 keys = [entry.group(1).decode("utf-8", "replace") for entry in _ENTRY.finditer(self._text[:4096])]
-                shown = ", ".join(f"`{key}`" for key in keys[:4])
+                listed_keys = ", ".join(f"`{key}`" for key in keys[:4])
                 raise InputError(
-                    f"this is no host trace but JSON without `nodes`{f' (its keys: {shown})' if shown else ''}",
+                    f"this is no host trace but JSON without `nodes`{f' (its keys: {listed_keys})' if listed_keys else ''}",
                     slug="not-a-host-trace",
                     where=self._path,
                 )
-            self._damage.note("damaged-metadata", f"byte {at} of the text")
-            head, behind = at, at
+            self._damage.note("damaged-metadata", f"byte {entry_start} of the text")
+            head, nodes_start = entry_start, entry_start
         else:
-            head, behind = match.span()
+            head, nodes_start = match.span()
         if unknown is not None:
             self._damage.note("damaged-metadata", "byte 0 of the text")
         if _EVENTS.search(self._text[:head]):
             self._swapped()
         self._keep(self._text[:head].lstrip()[1:])
-        self._skip(behind)
+        self._skip(nodes_start)
         self._skip_blank()
         self._nested = b'"ctrl_deps"' in self._text[:SLICE] or b'"attrs"' in self._text[:SLICE]
 
@@ -465,36 +467,36 @@ class HostTraceScanner(TextBuffer):
         if not text.strip():
             return [], len(text), last
         try:
-            frame, odd, lost = decode(text, nested=self._nested)
-        except MALFORMED:
+            frame, unexpected, lost = decode(text, nested=self._nested)
+        except PARSE_ERRORS:
             recovery = _NodeRecovery(text, self._base, self._damage, NODES, last=last, bounded=bounded)
             recovery.nested = self._nested
             used, closed = recovery.run()
             return recovery.frames, used, closed
-        for slug, count in (("odd-values", odd), ("lost-events", lost)):
+        for slug, count in (("odd-values", unexpected), ("lost-events", lost)):
             if count:
                 self._damage.note(slug, f"byte {self._base} of the text", count)
         return [frame], len(text), last
 
     def _end_of_list(self) -> int | None:
         """Where the bracket stands that closes the nodes; None where the file is cut before it."""
-        at, fallback = len(self._text), None
-        for _ in range(_TRIED_ENDS):
-            at = self._text.rfind(b"]", 0, at)
-            if at < 0:
+        bracket, fallback = len(self._text), None
+        for _ in range(_MAX_END_CANDIDATES):
+            bracket = self._text.rfind(b"]", 0, bracket)
+            if bracket < 0:
                 break
-            tail = _parsed(b'{"":0' + self._text[at + 1 :].rstrip(b" \t\r\n\0"))
+            tail = _parse_document(b'{"":0' + self._text[bracket + 1 :].rstrip(b" \t\r\n\0"))
             if tail is None:
                 continue
             if tail.keys() & _ENVELOPE:
-                return at
+                return bracket
             try:
-                decode(self._text[:at].strip(b" \t\r\n,"), nested=self._nested)
-            except MALFORMED:
+                decode(self._text[:bracket].strip(b" \t\r\n,"), nested=self._nested)
+            except PARSE_ERRORS:
                 # A cut behind the last list of a node looks like the end of the nodes.
-                fallback = at if fallback is None and "finish_ts" in self.envelope else fallback
+                fallback = bracket if fallback is None and "finish_ts" in self.envelope else fallback
             else:
-                return at
+                return bracket
         return fallback
 
     # -- around them --------------------------------------------------------------------------------------------
@@ -504,17 +506,17 @@ class HostTraceScanner(TextBuffer):
         text = text.strip(b" \t\r\n,")
         if not text:
             return
-        entries = _parsed(b"{" + text + b"}")
+        entries = _parse_document(b"{" + text + b"}")
         if entries is None:
             self._damage.note("damaged-metadata", f"byte {self._base} of the text")
             entries = {}
             for match in _ENTRY.finditer(text):
-                value = _parsed(b'{"value":' + match.group(2) + b"}")
+                value = _parse_document(b'{"value":' + match.group(2) + b"}")
                 if value is not None:
                     entries[match.group(1).decode("utf-8", "replace")] = value["value"]
-        cleaned, odd = clean_json(entries)
-        if odd:
-            self._damage.note("replaced-text", f"byte {self._base} of the text", odd)
+        cleaned, replaced = clean_json(entries)
+        if replaced:
+            self._damage.note("replaced-text", f"byte {self._base} of the text", replaced)
         self.envelope |= cleaned
 
     def _swapped(self) -> NoReturn:
@@ -525,7 +527,7 @@ class HostTraceScanner(TextBuffer):
         )
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parse_document(text: bytes) -> dict[str, Any] | None:
     try:
         document = json.loads(text.decode("utf-8", "replace"), strict=False)
     except (ValueError, RecursionError):
@@ -536,7 +538,9 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 _SCANNER = json.JSONDecoder(strict=False)
 
 
-def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, step: Step | None = None) -> HostTrace:
+def read_host_trace(
+    path: str | Path, *, capture: dict[str, Any] | None = None, step: ProgressCallback | None = None
+) -> HostTrace:
     """Read one host trace; gzip or not, whole or damaged, schema 1.0.1 to 1.1.1 and older.
 
     Args:
@@ -552,8 +556,8 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
     """
     damage = DamageLog(entry="node", list_key="nodes")
     with open_input(path) as stream:
-        host_text = HostTraceScanner(text_pieces(stream, damage, step), damage, str(path))
-        ops = joined(list(host_text.frames()))
+        host_text = HostTraceScanner(read_text_pieces(stream, damage, step), damage, str(path))
+        ops = merge_frames(list(host_text.frames()))
     envelope = host_text.envelope
     if not ops.height:
         lost = damage.cases.get("lost-events")
@@ -563,7 +567,7 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
         text = "this is no host trace but JSON whose `nodes` have no names"
         raise InputError(text, slug="not-a-host-trace", where=str(path))
     rank, _, _ = find_rank({}, None, str(path), capture)
-    groups, notices = groups_in(ops, str(path))
+    groups, notices = find_groups(ops, str(path))
     repeated = ops.height - ops["id"].n_unique()
     if repeated:
         text = f"{repeated:,} nodes have the id of another node; the first of each is what others refer to"
@@ -574,17 +578,17 @@ def read_host_trace(path: str | Path, *, capture: dict[str, Any] | None = None, 
         path=str(path),
         ops=ops,
         schema=str(schema) if isinstance(schema, (str, int, float)) else None,
-        process=whole(envelope.get("pid")),
+        process=parse_whole_number(envelope.get("pid")),
         rank=rank,
         recorded_at=recorded if isinstance(recorded, str) else None,
-        start_ms=whole(envelope.get("start_ts")),
-        finish_ms=whole(envelope.get("finish_ts")),
+        start_ms=parse_whole_number(envelope.get("start_ts")),
+        finish_ms=parse_whole_number(envelope.get("finish_ts")),
         groups=groups,
         notices=(*damage.notices(), *notices),
     )
 
 
-class HostPeek(Struct, frozen=True):
+class HostTraceHead(Struct, frozen=True):
     """What the first part of a host trace says.
 
     Attributes:
@@ -598,26 +602,26 @@ class HostPeek(Struct, frozen=True):
     process: int | None
 
 
-def peek_either(source: InputFile) -> FileHead | HostPeek:
+def peek_either(source: InputFile) -> FileHead | HostTraceHead:
     """Look into the first part of a file that may be a host trace or a device trace.
 
     Raises:
         InputError: It is neither a host trace nor a Kineto trace, or cannot be read.
     """
     if str(source.path) == "-":
-        return source_of(source.path).peek(source)
+        return detect_source(source.path).peek(source)
     damage = DamageLog(entry="node", list_key="nodes")
     with open_input(source.path) as stream:
-        text = HostTraceScanner(first_pieces(stream, damage), damage, str(source.path))
+        text = HostTraceScanner(read_first_pieces(stream, damage), damage, str(source.path))
         try:
             text.open()
         except InputError:  # what it is instead is said by the reader of device traces
-            return source_of(source.path).peek(source)
+            return detect_source(source.path).peek(source)
     rank, _, _ = find_rank({}, None, str(source.path), source.entry)
-    return HostPeek(source, rank, whole(text.envelope.get("pid")))
+    return HostTraceHead(source, rank, parse_whole_number(text.envelope.get("pid")))
 
 
-def groups_in(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
+def find_groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
     """The groups of all `## process_group:init ##` nodes, the later ones completing the earlier; and what is wrong.
 
     An empty list of ranks means all ranks of the job, whose number is then the size of the group.
@@ -625,22 +629,24 @@ def groups_in(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]
     rows: dict[str, dict[str, Any]] = {}
     cut = 0
     for inputs in ops.filter(pl.col("name") == GROUP_LIST)["inputs"].to_list():
-        items, complete = _group_items(inputs)
+        items, complete = _parse_group_list(inputs)
         cut += not complete
         for item in items:
             if not isinstance(item, dict) or item.get("pg_name") is None:
                 continue
-            size = whole(item.get("group_size"))
+            size = parse_whole_number(item.get("group_size"))
             size = size if size is not None and 0 < size < 2**31 else None
             ranks = item.get("ranks")
             if isinstance(ranks, dict):  # old observers map global to group ranks
-                ranks = [whole(rank) for rank in ranks]
+                ranks = [parse_whole_number(rank) for rank in ranks]
             members = None
             if isinstance(ranks, list) and all(isinstance(rank, int) and 0 <= rank < 2**31 for rank in ranks):
                 members = (
                     sorted(ranks) if ranks else list(range(size)) if size is not None and size <= 1 << 20 else None
                 )
-            add_group(rows, str(item["pg_name"]), (item.get("pg_desc"), item.get("backend_config")), size, members)
+            merge_group_row(
+                rows, str(item["pg_name"]), (item.get("pg_desc"), item.get("backend_config")), size, members
+            )
     notices = []
     if cut:
         text = f"the list of process groups is cut or malformed {cut} times; the groups before the cut are kept"
@@ -648,7 +654,7 @@ def groups_in(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]
     return pl.DataFrame(list(rows.values()), schema=SCHEMAS["groups"]), notices
 
 
-def _group_items(inputs: str | None) -> tuple[list[Any], bool]:
+def _parse_group_list(inputs: str | None) -> tuple[list[Any], bool]:
     """The groups of one node, and whether the list could be read to its end."""
     try:
         text = json.loads(inputs or "")[0]
@@ -661,13 +667,13 @@ def _group_items(inputs: str | None) -> tuple[list[Any], bool]:
     except (ValueError, RecursionError):
         # Whole objects of a list that was cut: old observers cut strings at 8192 characters.
         items = []
-        at = text.find("{")
-        while at >= 0:
+        position = text.find("{")
+        while position >= 0:
             try:
-                item, at = _SCANNER.raw_decode(text, at)
+                item, position = _SCANNER.raw_decode(text, position)
             except (ValueError, RecursionError):
                 break
             items.append(item)
-            at = text.find("{", at)
+            position = text.find("{", position)
         return clean_json(items)[0], False
     return (clean_json(listed)[0], True) if isinstance(listed, list) else ([], False)

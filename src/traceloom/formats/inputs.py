@@ -18,18 +18,18 @@ from traceloom.errors import InputError, unreadable
 from traceloom.formats import capture_document
 from traceloom.formats import kineto_metadata as md
 from traceloom.formats.kineto_document import Document
-from traceloom.formats.kineto_fields import from_text
+from traceloom.formats.kineto_fields import parse_text_times
 from traceloom.formats.resync import DamageLog
-from traceloom.formats.text_stream import first_pieces
 from traceloom.formats.text_stream import open_input as text_stream_open_input
-from traceloom.system.files import natural_key, note_input, open_input, read_small, restore_addresses
+from traceloom.formats.text_stream import read_first_pieces
+from traceloom.system.files import build_natural_key, open_input, read_small, remember_input, restore_addresses
 from traceloom.trace.notice import Notice
 
 if TYPE_CHECKING:
     from traceloom.trace.trace import Trace
 
 
-_HEAD = 4096
+_HEAD_BYTES = 4096
 Step = Callable[[int, int], None]
 
 
@@ -81,7 +81,7 @@ class KinetoSource:
         return read_kineto(path, capture=capture, step=step, processes=processes)
 
 
-def job_of(entry: dict[str, Any]) -> str | int:
+def identify_job(entry: dict[str, Any]) -> str | int:
     """What the parts of a capture that are of one job have in common, and no other part has.
 
     A process on its own is a job of its own.
@@ -129,7 +129,7 @@ def read_head(source: InputFile) -> FileHead:
     """
     damage = DamageLog()
     with text_stream_open_input(source.path) as stream:
-        document = Document(partial(first_pieces, stream, damage), damage, str(source.path))
+        document = Document(partial(read_first_pieces, stream, damage), damage, str(source.path))
         slices = document.slices()
         first = next(slices, None)
         slices.close()
@@ -138,21 +138,21 @@ def read_head(source: InputFile) -> FileHead:
     process = next((entry.pid for entry in entries if isinstance(entry.pid, int) and entry.pid > 0), None)
     start = None
     if entries and first and first.exact:
-        starts, _, good, _ = from_text([entry.ts for entry in entries], [b"0"] * len(entries))
-        start = int(starts[good].min()) if good.any() else None
+        starts, _, valid, _ = parse_text_times([entry.ts for entry in entries], [b"0"] * len(entries))
+        start = int(starts[valid].min()) if valid.any() else None
     elif times := [entry.ts for entry in entries if entry.ts == entry.ts]:  # no NaN
         start = int(min(times) * 1000)
     if start is not None:
-        start += md.base_ns(metadata, source.entry)
-    info = md.distributed(metadata)
+        start += md.compute_time_offset_ns(metadata, source.entry)
+    info = md.get_distributed_info(metadata)
     entry = source.entry or {}
     rank, _, _ = md.find_rank(metadata, None, str(source.path), source.entry)
     host = metadata.get("host_name")
     return FileHead(
         source=source,
         rank=rank,
-        world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
-        part=None if source.entry is None else job_of(source.entry),
+        world_size=md.parse_whole_number(entry.get("world_size")) or md.parse_whole_number(info.get("world_size")),
+        part=None if source.entry is None else identify_job(source.entry),
         job=tuple(sorted((key, str(value)) for key, value in metadata.items() if _JOB.match(key))),
         host=host if isinstance(host, str) and host else None,
         process=process,
@@ -164,29 +164,29 @@ def read_head(source: InputFile) -> FileHead:
 SOURCES: list[Source] = [KinetoSource()]  # the first that matches reads a file
 
 
-def source_of(path: str | Path) -> Source:
+def detect_source(path: str | Path) -> Source:
     """The format of a file; the last one for standard input, pipes and what cannot be read."""
-    head = head_of(Path(path)) if Path(path).is_file() else None
+    head = read_first_bytes(Path(path)) if Path(path).is_file() else None
     return SOURCES[-1] if head is None else next(source for source in SOURCES if source.matches(head))
 
 
-def head_of(path: Path) -> bytes | None:
+def read_first_bytes(path: Path) -> bytes | None:
     """The beginning of a file, unpacked; None where it cannot be read."""
     try:
         with open_input(path) as file:
-            head = file.read(_HEAD)
-        return zlib.decompressobj(31).decompress(head, _HEAD) if head.startswith(b"\x1f\x8b") else head
+            head = file.read(_HEAD_BYTES)
+        return zlib.decompressobj(31).decompress(head, _HEAD_BYTES) if head.startswith(b"\x1f\x8b") else head
     except (OSError, zlib.error):
         return None
 
 
-_DEPTH = 4  # levels below a directory
+_MAX_DEPTH = 4  # levels below a directory
 _CAPTURE = "capture.json"
 # What the host agent records beside a trace; none is one.
-_BESIDE_TRACES = (".allocations.json.gz", ".launches.json.gz", ".stacks.json.gz", ".telemetry.json.gz", ".dump.json")
+_SIDECAR_ENDINGS = (".allocations.json.gz", ".launches.json.gz", ".stacks.json.gz", ".telemetry.json.gz", ".dump.json")
 _Capture = tuple[dict[str, Any], list[Notice]]
-_MOST_CAPTURE = 1 << 28  # bytes
-_OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
+_MAX_CAPTURE_BYTES = 1 << 28  # bytes
+_CAPTURE_FILE_NAME = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
 
 
 class InputFile(Struct, frozen=True):
@@ -213,7 +213,7 @@ class InputSet(Struct):
     notices: dict[Path, list[Notice]] = field(default_factory=dict)
 
 
-def files_of(paths: Sequence[str]) -> list[Path]:
+def list_files(paths: Sequence[str]) -> list[Path]:
     """Every file that the paths stand for; of a capture every file in it.
 
     Raises:
@@ -221,8 +221,8 @@ def files_of(paths: Sequence[str]) -> list[Path]:
     """
     discovered = find(tuple(paths))
     files = [source.path for source in discovered.inputs]
-    for folder in discovered.captures:
-        files += sorted(path for path in folder.iterdir() if path.is_file())
+    for directory in discovered.captures:
+        files += sorted(path for path in directory.iterdir() if path.is_file())
     return files
 
 
@@ -233,7 +233,7 @@ def find(paths: tuple[str, ...]) -> InputSet:
         InputError: `unreadable` for a path that does not exist; `no-traces` for a directory without any candidate.
     """
     discovered = InputSet()
-    seen: set[Path] = set()
+    known_paths: set[Path] = set()
     captures: dict[Path, _Capture | None] = {}
     for text in paths:
         path = Path(text)
@@ -245,75 +245,75 @@ def find(paths: tuple[str, ...]) -> InputSet:
             except (OSError, ValueError) as error:
                 raise unreadable(path, error) from error
         if path.is_dir():
-            if not _directory(path, discovered, seen, _DEPTH):
+            if not _add_directory(path, discovered, known_paths, _MAX_DEPTH):
                 raise InputError(
                     "the directory holds no trace (no .json or .json.gz file)", slug="no-traces", where=text
                 )
         elif path.name == _CAPTURE:
-            _directory(path.parent, discovered, seen, 0)
+            _add_directory(path.parent, discovered, known_paths, 0)
         else:
-            _add(discovered, seen, _window_input(path, discovered, captures) or InputFile(path, given=True))
+            _add(discovered, known_paths, _find_window_input(path, discovered, captures) or InputFile(path, given=True))
     return discovered
 
 
-def _window_input(path: Path, discovered: InputSet, captures: dict[Path, _Capture | None]) -> InputFile | None:
+def _find_window_input(path: Path, discovered: InputSet, captures: dict[Path, _Capture | None]) -> InputFile | None:
     """The input for a window in its capture, with its part of capture.json; None for any other file."""
-    if not _OF_CAPTURE.match(path.name):
+    if not _CAPTURE_FILE_NAME.match(path.name):
         return None
-    folder = path.parent
-    if folder not in captures:
-        captures[folder] = None
+    directory = path.parent
+    if directory not in captures:
+        captures[directory] = None
         with contextlib.suppress(InputError):  # the file itself may be good
-            captures[folder] = read_capture(folder)
-    capture = captures[folder]
+            captures[directory] = read_capture(directory)
+    capture = captures[directory]
     if capture is None:
         return None
-    document, discovered.notices[folder] = capture
-    for name, entry in windows(document):
+    document, discovered.notices[directory] = capture
+    for name, entry in list_windows(document):
         if name == path.name:
-            subset = discovered.captures.setdefault(folder, {**document, "ranks": []})
+            subset = discovered.captures.setdefault(directory, {**document, "ranks": []})
             if entry not in subset["ranks"]:
                 subset["ranks"].append(entry)
-            return InputFile(path, given=True, capture=folder, entry=entry)
+            return InputFile(path, given=True, capture=directory, entry=entry)
     return None
 
 
-def _add(discovered: InputSet, seen: set[Path], candidate: InputFile) -> None:
+def _add(discovered: InputSet, known_paths: set[Path], candidate: InputFile) -> None:
     real = candidate.path.resolve() if str(candidate.path) != "-" else candidate.path
-    if real not in seen:
-        seen.add(real)
+    if real not in known_paths:
+        known_paths.add(real)
         discovered.inputs.append(candidate)
 
 
-def _directory(folder: Path, discovered: InputSet, seen: set[Path], depth: int) -> bool:
+def _add_directory(directory: Path, discovered: InputSet, known_paths: set[Path], depth: int) -> bool:
     """Add the files of a directory; whether there is any, added before or not."""
     candidates = False
-    capture = read_capture(folder)
+    capture = read_capture(directory)
     if capture is not None:
-        document, discovered.notices[folder] = capture
-        discovered.captures[folder] = document
-        for name, entry in windows(document):
-            path = folder / name
+        document, discovered.notices[directory] = capture
+        discovered.captures[directory] = document
+        for name, entry in list_windows(document):
+            path = directory / name
             if path.is_file():
                 candidates = True
-                _add(discovered, seen, InputFile(path, given=False, capture=folder, entry=entry))
+                _add(discovered, known_paths, InputFile(path, given=False, capture=directory, entry=entry))
         return candidates
     try:
-        entries = sorted(folder.iterdir(), key=natural_key)
+        entries = sorted(directory.iterdir(), key=build_natural_key)
     except OSError as error:
-        raise unreadable(folder, error, "directory") from error
+        raise unreadable(directory, error, "directory") from error
     for path in entries:
         if path.is_dir() and depth > 0 and not path.name.startswith("."):
-            candidates |= _directory(path, discovered, seen, depth - 1)
-        elif path.name.endswith(_BESIDE_TRACES):
+            candidates |= _add_directory(path, discovered, known_paths, depth - 1)
+        elif path.name.endswith(_SIDECAR_ENDINGS):
             continue
         elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
             candidates = True
-            _add(discovered, seen, InputFile(path, given=False))
+            _add(discovered, known_paths, InputFile(path, given=False))
     return candidates
 
 
-def read_capture(folder: Path) -> _Capture | None:
+def read_capture(directory: Path) -> _Capture | None:
     """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
 
     Returns:
@@ -322,38 +322,40 @@ def read_capture(folder: Path) -> _Capture | None:
     Raises:
         InputError: `other-version`; `damaged-capture`: the file is there but is not what it should be.
     """
-    whole = folder / _CAPTURE
-    if whole.is_file():
-        note_input(whole)
-        decoded = _decoded(whole)
+    capture_path = directory / _CAPTURE
+    if capture_path.is_file():
+        remember_input(capture_path)
+        decoded = _read_document(capture_path)
         if decoded is None:
-            raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
+            raise InputError(
+                "capture.json is damaged or of another program", slug="damaged-capture", where=str(capture_path)
+            )
     else:
-        parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=natural_key)]
-        whole_parts = [part for part in parts if part is not None]
-        ranks = [entry for document, _ in whole_parts for entry in document["ranks"]]
+        parts = [_read_document(path) for path in sorted(directory.glob("*.capture.json"), key=build_natural_key)]
+        valid_parts = [part for part in parts if part is not None]
+        ranks = [entry for document, _ in valid_parts for entry in document["ranks"]]
         if not ranks:
             return None
-        decoded = {**whole_parts[0][0], "ranks": ranks}, [notice for _, notices in whole_parts for notice in notices]
-    for path in folder.iterdir():  # all that belongs to the capture is an input, whatever of it is read today
-        if _OF_CAPTURE.match(path.name):
-            note_input(path)
+        decoded = {**valid_parts[0][0], "ranks": ranks}, [notice for _, notices in valid_parts for notice in notices]
+    for path in directory.iterdir():  # all that belongs to the capture is an input, whatever of it is read today
+        if _CAPTURE_FILE_NAME.match(path.name):
+            remember_input(path)
     return decoded
 
 
-def _decoded(path: Path) -> _Capture | None:
+def _read_document(path: Path) -> _Capture | None:
     try:
-        return capture_document.decode(read_small(path, _MOST_CAPTURE), path)
+        return capture_document.decode(read_small(path, _MAX_CAPTURE_BYTES), path)
     except OSError:
         return None
 
 
 def filter_by_job(document: dict[str, Any], jobs: set[str | int]) -> dict[str, Any]:
     """The document of a capture with the parts of these jobs only."""
-    return {**document, "ranks": [entry for entry in document.get("ranks", []) if job_of(entry) in jobs]}
+    return {**document, "ranks": [entry for entry in document.get("ranks", []) if identify_job(entry) in jobs]}
 
 
-def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """File name and part of capture.json of every timed window; graph steps are none."""
     ranks = document.get("ranks")
     for entry in ranks if isinstance(ranks, list) else []:
@@ -375,8 +377,8 @@ def is_same_run(left: FileHead, right: FileHead) -> bool:
     """Whether two files are of one run: captures, job ids, world size, time, processes and names, in this order."""
     if left.source.capture is not None or right.source.capture is not None:
         return left.source.capture == right.source.capture and left.part == right.part
-    jobs, others = dict(left.job), dict(right.job)
-    if any(jobs[key] != others[key] for key in jobs.keys() & others.keys()):
+    jobs, other_jobs = dict(left.job), dict(right.job)
+    if any(jobs[key] != other_jobs[key] for key in jobs.keys() & other_jobs.keys()):
         return False
     if left.world_size is not None and right.world_size is not None and left.world_size != right.world_size:
         return False
@@ -390,7 +392,7 @@ def is_same_run(left: FileHead, right: FileHead) -> bool:
     return alike and None not in (left.rank, right.rank) and (gap is None or gap <= _FAR_NS)
 
 
-def group(peeks: list[FileHead]) -> list[list[FileHead]]:
+def split_into_runs(peeks: list[FileHead]) -> list[list[FileHead]]:
     """Files by run, in the order of their first file."""
     runs: list[list[FileHead]] = []
     for candidate in peeks:
@@ -402,7 +404,7 @@ def group(peeks: list[FileHead]) -> list[list[FileHead]]:
     return runs
 
 
-def name_runs(runs: list[list[FileHead]], requested: tuple[str, ...]) -> list[str]:
+def choose_run_names(runs: list[list[FileHead]], requested: tuple[str, ...]) -> list[str]:
     """A name for each run: what the user gave where there is one run, else what its files have in common."""
     if len(runs) == len(requested) == 1:
         return [requested[0]]

@@ -17,51 +17,51 @@ import polars as pl
 
 from traceloom.formats import ahead
 from traceloom.formats import kineto_metadata as md
-from traceloom.formats.ahead import decode_with, helpers
+from traceloom.formats.ahead import decode_with, start_helpers
 from traceloom.formats.kineto_columns import (
     ALLOCATION,
     COLLECTIVE_NUMBERS,
     COLLECTIVE_RAWS,
     COLLECTIVE_TEXTS,
-    FILLING,
     LISTS,
+    OCCUPANCY_COLUMNS,
     Columns,
     Decoded,
     decode,
 )
 from traceloom.formats.kineto_fields import NULL
-from traceloom.formats.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, ThreadIndex, find_lanes, lane_frame
+from traceloom.formats.lanes import KIND_OF_CODE, KINDS, ON_DEVICE, ThreadIndex, build_lane_frame, find_lanes
 from traceloom.formats.links import (
     add_capture_details,
-    collective_frame,
-    flow_frame,
-    launches,
-    ops,
-    repeats_correlation,
-    source_frame,
+    build_collective_frame,
+    build_flow_frame,
+    build_source_frame,
+    find_launches,
+    find_ops,
+    is_correlation_repeated,
 )
-from traceloom.formats.steps import NO_STEP, event_steps, find_steps, step_of
+from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Array, Ints
 from traceloom.trace.arrays import (
     NO_ROW,
     Nesting,
-    Texts,
-    column_of,
+    NumberedTexts,
+    build_event_column,
+    build_nesting,
+    compute_time_order,
+    extract_column,
+    find_nearest_ancestor,
     gather_rows,
-    nearest,
-    nest,
-    row_numbers,
-    sorted_unique,
+    sort_unique,
     take_texts,
-    time_order,
     to_nullable_series,
     to_series,
 )
-from traceloom.trace.mapped_arrays import OnDisk
+from traceloom.trace.mapped_arrays import MappedArray
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, CategoryType, DeferredFrame, Meta, Trace
-from traceloom.trace.vocabulary import copy_kind, memory_kinds
+from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
 
 # torch's DeviceType numbers (c10/core/DeviceType.h).
 DEVICE_TYPES = {
@@ -74,10 +74,10 @@ _ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
 _IS_OP = np.array([name == cat.OP for name in cat.CATEGORIES])
 
 
-def allocation_frame(
+def build_allocation_frame(
     columns: dict[str, Array],
     base_ns: int,
-    places: ThreadIndex,
+    thread_index: ThreadIndex,
     on_host: tuple[pl.DataFrame, Array],
     steps: pl.DataFrame,
 ) -> pl.DataFrame:
@@ -86,7 +86,7 @@ def allocation_frame(
     Args:
         columns: The raw columns of `[memory]` events.
         base_ns: Added to their times.
-        places: (pid, tid) pairs.
+        thread_index: (pid, tid) pairs.
         on_host: The `events` frame and the place of each event.
         steps: The `steps` frame.
     """
@@ -97,31 +97,34 @@ def allocation_frame(
     time, pair_number = ordered["start"] + base_ns, ordered["place"]
     # The innermost event that is open at each time on each (pid, tid) pair, then the op around it.
     events, event_pair = on_host
-    column = partial(column_of, events, large=isinstance(event_pair, OnDisk))
+    column = partial(extract_column, events, large=isinstance(event_pair, MappedArray))
     category, start, end = column("category"), column("start_ns"), column("nested_end_ns")
     parent, is_op = column("parent", NO_ROW), gather_rows(_IS_OP, category)
     spot = np.where(gather_rows(_ON_HOST, category), event_pair, -1)
     rows = np.flatnonzero(spot >= 0)
-    by_pair = rows[np.argsort(spot[rows], kind="stable")]
-    lows = np.searchsorted(spot[by_pair], pair_number, side="left")
-    highs = np.searchsorted(spot[by_pair], pair_number, side="right")
-    inside = np.full(len(time), NO_ROW, dtype=np.int64, like=time)
-    for number in sorted_unique(pair_number):
-        of_pair = np.flatnonzero(pair_number == number)
-        members = by_pair[lows[of_pair[0]] : highs[of_pair[0]]]
+    rows_by_pair = rows[np.argsort(spot[rows], kind="stable")]
+    lows = np.searchsorted(spot[rows_by_pair], pair_number, side="left")
+    highs = np.searchsorted(spot[rows_by_pair], pair_number, side="right")
+    innermost = np.full(len(time), NO_ROW, dtype=np.int64, like=time)
+    for number in sort_unique(pair_number):
+        pair_rows = np.flatnonzero(pair_number == number)
+        members = rows_by_pair[lows[pair_rows[0]] : highs[pair_rows[0]]]
         if members.size:
-            at = np.searchsorted(start[members], time[of_pair], side="right") - 1
-            inside[of_pair] = np.where(at >= 0, members[np.maximum(at, 0)], NO_ROW)
-    rows = np.flatnonzero(inside >= 0)
+            index = np.searchsorted(start[members], time[pair_rows], side="right") - 1
+            innermost[pair_rows] = np.where(index >= 0, members[np.maximum(index, 0)], NO_ROW)
+    rows = np.flatnonzero(innermost >= 0)
     while rows.size:
-        rows = rows[end[inside[rows]] <= time[rows]]
-        inside[rows] = parent[inside[rows]]
-        rows = rows[inside[rows] >= 0]
-    has_event = inside >= 0
-    above = nearest(parent, is_op)
-    inside[has_event] = np.where(is_op[inside[has_event]], inside[has_event], above[inside[has_event]])
-    step = step_of(steps, time)
-    process, thread = gather_rows(places.numbers(0), pair_number), gather_rows(places.numbers(1), pair_number)
+        rows = rows[end[innermost[rows]] <= time[rows]]
+        innermost[rows] = parent[innermost[rows]]
+        rows = rows[innermost[rows] >= 0]
+    has_event = innermost >= 0
+    nearest_op = find_nearest_ancestor(parent, is_op)
+    innermost[has_event] = np.where(is_op[innermost[has_event]], innermost[has_event], nearest_op[innermost[has_event]])
+    step = locate_steps(steps, time)
+    process, thread = (
+        gather_rows(thread_index.numbers(0), pair_number),
+        gather_rows(thread_index.numbers(1), pair_number),
+    )
     kind, device = ordered["device_type"], ordered["device_id"]
     kind = np.where((kind >= 0) & (kind < len(DEVICE_TYPES)), kind, len(DEVICE_TYPES))
     device[(device < -(2**31)) | (device >= 2**31)] = NULL
@@ -130,26 +133,28 @@ def allocation_frame(
             "time_ns": to_series(time, pl.Int64),
             "address": to_series(ordered["address"], pl.UInt64),
             "bytes": to_series(np.where(ordered["allocation_bytes"] == NULL, 0, ordered["allocation_bytes"]), pl.Int64),
-            "device_type": Texts([*DEVICE_TYPES.values(), "other"]).column(kind),
+            "device_type": NumberedTexts([*DEVICE_TYPES.values(), "other"]).column(kind),
             "device": to_nullable_series(device, pl.Int32),
             "allocated_bytes": to_nullable_series(ordered["total_allocated"]),
             "reserved_bytes": to_nullable_series(ordered["total_reserved"]),
             "process": to_nullable_series(process),
             "thread": to_nullable_series(thread),
-            "op": row_numbers(inside),
+            "op": build_event_column(innermost),
             "step": to_nullable_series(step, pl.Int32, NO_STEP),
         },
         schema=SCHEMAS["allocations"],
     )
 
 
-def unknown_devices(columns: dict[str, Array]) -> int:
+def count_unknown_devices(columns: dict[str, Array]) -> int:
     """How many allocations are of a type of device that has no name here."""
     kind = columns["device_type"]
     return int(((kind < 0) | (kind >= len(DEVICE_TYPES))).sum())
 
 
-def mark_frame(columns: dict[str, Array], base_ns: int, places: ThreadIndex, texts: Texts) -> pl.DataFrame:
+def build_mark_frame(
+    columns: dict[str, Array], base_ns: int, thread_index: ThreadIndex, texts: NumberedTexts
+) -> pl.DataFrame:
     """The `marks` frame: instants other than allocations."""
     has_time = columns["start"] != NULL if len(columns["start"]) else np.zeros(0, dtype=np.bool_)
     if not has_time.any():
@@ -161,15 +166,17 @@ def mark_frame(columns: dict[str, Array], base_ns: int, places: ThreadIndex, tex
         {
             "time_ns": to_series(columns["start"][order] + base_ns, pl.Int64),
             "name": texts.column(columns["name"][order]),
-            "process": _ids(places, 0).column(pair_number),
-            "thread": _ids(places, 1).column(pair_number),
+            "process": _format_ids(thread_index, 0).column(pair_number),
+            "thread": _format_ids(thread_index, 1).column(pair_number),
             "bytes": to_nullable_series(columns["bytes"][order]),
         },
         schema=SCHEMAS["marks"],
     )
 
 
-def counter_frame(columns: dict[str, Array], base_ns: int, places: ThreadIndex, texts: Texts) -> pl.DataFrame:
+def build_counter_frame(
+    columns: dict[str, Array], base_ns: int, thread_index: ThreadIndex, texts: NumberedTexts
+) -> pl.DataFrame:
     """The `counters` frame."""
     if not len(columns["start"]):
         return pl.DataFrame(schema=SCHEMAS["counters"])
@@ -177,7 +184,7 @@ def counter_frame(columns: dict[str, Array], base_ns: int, places: ThreadIndex, 
     return pl.DataFrame(
         {
             "time_ns": to_series(columns["start"][order] + base_ns, pl.Int64),
-            "process": _ids(places, 0).column(columns["place"][order]),
+            "process": _format_ids(thread_index, 0).column(columns["place"][order]),
             "name": texts.column(columns["name"][order]),
             "key": texts.column(columns["key"][order]),
             "value": to_series(columns["value"][order], pl.Float64),
@@ -186,12 +193,12 @@ def counter_frame(columns: dict[str, Array], base_ns: int, places: ThreadIndex, 
     )
 
 
-def _ids(places: ThreadIndex, which: int) -> Texts:
+def _format_ids(thread_index: ThreadIndex, which: int) -> NumberedTexts:
     """The processes (0) or threads (1) of all places, as texts."""
-    return Texts([str(pair[which]) for pair in places.pairs])
+    return NumberedTexts([str(pair[which]) for pair in thread_index.pairs])
 
 
-def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:
+def build_copy_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame) -> pl.DataFrame:
     """The `copies` frame: copies and fills in time order."""
     if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["copies"])
@@ -217,12 +224,12 @@ def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) ->
         if fill:
             in_brackets = re.search(r"\((\w+)\)", name)
             filled = in_brackets.group(1).lower() if in_brackets else None
-            rows.append(("fill", None, memory_kinds(name, None, target)[1] or filled))
+            rows.append(("fill", None, parse_memory_kinds(name, None, target)[1] or filled))
             continue
         kind = copy_kind(name, argument)
         if kind == "unknown" and rocm:
             kind = copy_kind(rocm)
-        rows.append((kind, *memory_kinds(name, source, target)))
+        rows.append((kind, *parse_memory_kinds(name, source, target)))
     described = different.with_columns(
         pl.DataFrame(rows, schema=["copied", "source_memory", "target_memory"], orient="row").cast(pl.String)
     )
@@ -232,28 +239,28 @@ def copy_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) ->
     ).cast(SCHEMAS["copies"])
 
 
-def kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
+def build_kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
     """The `kernels` frame: how each kernel fills the device, in time order."""
     order = np.argsort(columns["event"], kind="stable")
-    figures = {name: to_series(columns[name][order], pl.Float64).fill_nan(None) for name in FILLING}
+    figures = {name: to_series(columns[name][order], pl.Float64).fill_nan(None) for name in OCCUPANCY_COLUMNS}
     return pl.DataFrame({"event": to_series(columns["event"][order], pl.UInt32), **figures}, schema=SCHEMAS["kernels"])
 
 
-def tensor_frame(columns: dict[str, Array], texts: Texts) -> pl.DataFrame:
+def build_tensor_frame(columns: dict[str, Array], texts: NumberedTexts) -> pl.DataFrame:
     """The `tensors` frame: inputs of ops, as lists of JSON text."""
     order = np.argsort(columns["event"], kind="stable")
     lists = {name: texts.column(values[order]) for name, values in columns.items() if name != "event"}
     return pl.DataFrame({"event": to_series(columns["event"][order], pl.UInt32), **lists}, schema=SCHEMAS["tensors"])
 
 
-def python_frame(columns: dict[str, Array]) -> pl.DataFrame:
+def build_python_frame(columns: dict[str, Array]) -> pl.DataFrame:
     """The `python` frame: ids of Python frames and modules."""
     order = np.argsort(columns["event"], kind="stable")
     values = {name: to_nullable_series(column[order]) for name, column in columns.items() if name != "event"}
     return pl.DataFrame({"event": to_series(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS["python"])
 
 
-def sync_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) -> pl.DataFrame:
+def build_sync_frame(columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame) -> pl.DataFrame:
     """The `syncs` frame: what was waited for (or recorded), in time order."""
     if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["syncs"])
@@ -266,11 +273,11 @@ def sync_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) ->
             "event_id": to_nullable_series(columns["event_id"]),
         }
     ).sort("event")
-    about = events[["name", "stream"]][frame["event"]]
+    event_details = events[["name", "stream"]][frame["event"]]
     return frame.select(
         "event",
-        pl.col("kind").fill_null(about["name"]),
-        about["stream"],
+        pl.col("kind").fill_null(event_details["name"]),
+        event_details["stream"],
         # 2^32 - 1 is CUPTI's way to say "none"; -1 is Cuspy's.
         *(
             pl.when((pl.col(name) >= 0) & (pl.col(name) != 2**32 - 1)).then(pl.col(name)).alias(name)
@@ -282,15 +289,15 @@ def sync_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame) ->
 _CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
 _CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
 _OP, _ANNOTATION, _PYTHON, _OTHER = (_CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER))
-_OUR_THREAD = re.compile(r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$")
+_RECORDER_THREAD = re.compile(r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$")
 _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
 _IS_WORK, _IS_LAUNCH = (np.array([name in names for name in cat.CATEGORIES]) for names in (cat.GPU_WORK, cat.LAUNCHES))
 _ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
-_TIMED = ("flows", "marks", "counters", "allocations")  # tables with times of their own
-_SIDE: dict[str, dict[str, Any]] = {
+_TIMED_TABLES = ("flows", "marks", "counters", "allocations")  # tables with times of their own
+_SIDE_TABLES: dict[str, dict[str, Any]] = {
     "copies": dict.fromkeys(("bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
-    "kernels": dict.fromkeys(FILLING, np.float64),
+    "kernels": dict.fromkeys(OCCUPANCY_COLUMNS, np.float64),
     "syncs": dict.fromkeys(("kind", "awaited_stream", "record_correlation", "event_id"), np.int64),
     "collectives": dict.fromkeys((*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS, *COLLECTIVE_NUMBERS), np.int64),
     "tensors": dict.fromkeys(LISTS, np.int32),
@@ -323,10 +330,10 @@ def read_kineto(
     Raises:
         InputError: The file cannot be read or is no Kineto trace at all.
     """
-    helping = ahead.taken(path)
+    helping = ahead.take_helpers(path)
     if helping is None and processes != 1 and Path(path).is_file():
         with contextlib.suppress(OSError):  # `decode` says why it cannot be read
-            helping = helpers(Path(path), processes)
+            helping = start_helpers(Path(path), processes)
     decoded = decode(path, step) if helping is None else decode_with(helping, path, step)
     try:
         return _assemble(decoded, str(path), capture)
@@ -345,11 +352,11 @@ class _FileEvents:
     def __init__(self, columns: Columns, base_ns: int) -> None:
         self.columns = columns
         self.base_ns = base_ns
-        self.texts = Texts(columns.texts)
+        self.texts = NumberedTexts(columns.texts)
         self.places = ThreadIndex(list(columns.places), columns.thread_names)
         raw_start = columns.take("spans", "start", np.int64)
         raw_duration = columns.take("spans", "duration", np.int64)
-        self.rows = time_order(raw_start, raw_duration)
+        self.rows = compute_time_order(raw_start, raw_duration)
         self.event = np.empty(len(self.rows), dtype=np.int64, like=raw_start)
         self.event[self.rows] = np.arange(len(self.rows), like=raw_start)
         self.whole_us = bool((raw_start % 1000 == 0).all())
@@ -366,15 +373,15 @@ class _FileEvents:
             self.category[np.isin(self.name, annotations) & (self.category == _OP)] = _ANNOTATION
         self.place = columns.take("spans", "place", np.int32)[self.rows]
         # Python frames of threads that the recorder itself runs are no host work: stacks show them, too.
-        ours = [number for number, text in enumerate(names) if _OUR_THREAD.search(text)]
-        if ours:
+        recorder_names = [number for number, text in enumerate(names) if _RECORDER_THREAD.search(text)]
+        if recorder_names:
             python = self.category == _PYTHON
-            places = np.unique(self.place[python & np.isin(self.name, ours)])
-            self.category[python & np.isin(self.place, places)] = _OTHER
+            recorder_threads = np.unique(self.place[python & np.isin(self.name, recorder_names)])
+            self.category[python & np.isin(self.place, recorder_threads)] = _OTHER
         self._events_of: dict[str, Ints] = {}
         self.correlation = self.spread("correlation", "calls", "device")
         self.external = self.spread("external", "ops", "calls", "device")
-        if repeats_correlation(self.external, self.correlation, gather_rows(_IS_WORK, self.category)):
+        if is_correlation_repeated(self.external, self.correlation, gather_rows(_IS_WORK, self.category)):
             self.external[gather_rows(_IS_WORK, self.category)] = NULL
 
     def events_of(self, table: str) -> Ints:
@@ -392,154 +399,168 @@ class _FileEvents:
 
     def side(self, table: str) -> dict[str, Array]:
         """All columns of a side table, empty ones too; `event` where its rows are about events."""
-        columns = {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE[table].items()}
-        return columns if table in _TIMED else {"event": self.events_of(table), **columns}
+        columns = {name: self.columns.take(table, name, dtype) for name, dtype in _SIDE_TABLES[table].items()}
+        return columns if table in _TIMED_TABLES else {"event": self.events_of(table), **columns}
 
 
 def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
     """The trace of a decoded file; `capture` is this rank's part of capture.json."""
     columns, file_notices = decoded.columns, decoded.damage.notices()
-    made = _FileEvents(columns, md.base_ns(decoded.metadata, capture))
+    file_events = _FileEvents(columns, md.compute_time_offset_ns(decoded.metadata, capture))
     # Of device-side events: the arguments, else pid and tid; NULL on the host.
-    device, stream = made.spread("device", "device"), made.spread("stream", "device")
-    on_device = gather_rows(_ON_DEVICE, made.category)
+    device, stream = file_events.spread("device", "device"), file_events.spread("stream", "device")
+    on_device = gather_rows(_ON_DEVICE, file_events.category)
     for values, which in ((device, 0), (stream, 1)):
         missing = np.flatnonzero(on_device & (values == NULL))
-        values[missing] = made.places.numbers(which)[made.place[missing]]
+        values[missing] = file_events.places.numbers(which)[file_events.place[missing]]
     device[(device < 0) | (device >= 2**31)] = NULL
-    lanes = find_lanes(made.category, made.place, device, stream, made.places)
-    nesting = nest(lanes.lane, made.start, made.start + np.maximum(made.duration, 0), lanes.nests)
-    events = _events(made, device, stream, lanes.lane, nesting)
-    engine = [number for number, text in enumerate(made.texts.names) if text.startswith("autograd::engine::")]
-    autograd = np.isin(made.name, engine) if engine else np.zeros(len(made.start), dtype=np.bool_, like=made.start)
-    lane_table = lane_frame(lanes, made.start, nesting.nested_end_ns, autograd)
-    used = {int(number) for number in sorted_unique(device[gather_rows(_IS_WORK, made.category)]) if number != NULL}
-    steps, step_notices = find_steps(events, lane_table, made.texts.names, capture, path)
-    events = _linked(made, events, nesting, steps)
+    lanes = find_lanes(file_events.category, file_events.place, device, stream, file_events.places)
+    nesting = build_nesting(
+        lanes.lane, file_events.start, file_events.start + np.maximum(file_events.duration, 0), lanes.nests
+    )
+    events = _build_events(file_events, device, stream, lanes.lane, nesting)
+    engine = [number for number, text in enumerate(file_events.texts.names) if text.startswith("autograd::engine::")]
+    autograd = (
+        np.isin(file_events.name, engine)
+        if engine
+        else np.zeros(len(file_events.start), dtype=np.bool_, like=file_events.start)
+    )
+    lane_table = build_lane_frame(lanes, file_events.start, nesting.nested_end_ns, autograd)
+    used = {
+        int(number) for number in sort_unique(device[gather_rows(_IS_WORK, file_events.category)]) if number != NULL
+    }
+    steps, step_notices = find_steps(events, lane_table, file_events.texts.names, capture, path)
+    events = _link_events(file_events, events, nesting, steps)
     del device, stream, lanes, on_device, values, missing
     # Frames that not everybody asks for are deferred; each keeps only what it is made of.
-    texts, places, base_ns = made.texts, made.places, made.base_ns
-    tensors = DeferredFrame(tensor_frame, made.side("tensors"), texts)
-    described = made.side("collectives")
+    texts, thread_index, base_ns = file_events.texts, file_events.places, file_events.base_ns
+    tensors = DeferredFrame(build_tensor_frame, file_events.side("tensors"), texts)
+    described = file_events.side("collectives")
     ranks = described["rank"]
-    collectives = collective_frame(described, texts, events, tensors)
+    collectives = build_collective_frame(described, texts, events, tensors)
     collectives, capture_notices = add_capture_details(collectives, events, capture)
-    allocations = made.side("allocations")
-    flows = made.side("flows")
+    allocations = file_events.side("allocations")
+    flows = file_events.side("flows")
     flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
     offset, length = columns.take("spans", "offset", np.int64), columns.take("spans", "length", np.int32)
     sides: dict[str, Any] = {
         "lanes": lane_table,
-        "devices": md.device_frame(decoded.metadata, used),
-        "groups": md.group_frame(decoded.metadata, capture),
+        "devices": md.build_device_frame(decoded.metadata, used),
+        "groups": md.build_group_frame(decoded.metadata, capture),
         "steps": steps,
         "collectives": collectives,
-        "copies": DeferredFrame(copy_frame, made.side("copies"), texts, events),
-        "kernels": DeferredFrame(kernel_frame, made.side("kernels")),
-        "syncs": DeferredFrame(sync_frame, made.side("syncs"), texts, events),
-        "flows": DeferredFrame(flow_frame, flows, texts, events, made.place),
-        "python": DeferredFrame(python_frame, made.side("frames")),
-        "allocations": DeferredFrame(allocation_frame, allocations, base_ns, places, (events, made.place), steps),
-        "counters": DeferredFrame(counter_frame, made.side("counters"), base_ns, places, texts),
-        "marks": DeferredFrame(mark_frame, made.side("marks"), base_ns, places, texts),
-        "sources": DeferredFrame(source_frame, offset, length, made.rows),
+        "copies": DeferredFrame(build_copy_frame, file_events.side("copies"), texts, events),
+        "kernels": DeferredFrame(build_kernel_frame, file_events.side("kernels")),
+        "syncs": DeferredFrame(build_sync_frame, file_events.side("syncs"), texts, events),
+        "flows": DeferredFrame(build_flow_frame, flows, texts, events, file_events.place),
+        "python": DeferredFrame(build_python_frame, file_events.side("frames")),
+        "allocations": DeferredFrame(
+            build_allocation_frame, allocations, base_ns, thread_index, (events, file_events.place), steps
+        ),
+        "counters": DeferredFrame(build_counter_frame, file_events.side("counters"), base_ns, thread_index, texts),
+        "marks": DeferredFrame(build_mark_frame, file_events.side("marks"), base_ns, thread_index, texts),
+        "sources": DeferredFrame(build_source_frame, offset, length, file_events.rows),
         "tensors": tensors,
     }
-    meta, rank_notices = _meta(made, decoded, path, capture, ranks)
-    data_notices = _notices(events, nesting, columns.unknown_categories, unknown_devices(allocations))
+    meta, rank_notices = _build_meta(file_events, decoded, path, capture, ranks)
+    data_notices = _collect_notices(events, nesting, columns.unknown_categories, count_unknown_devices(allocations))
     notices = (*file_notices, *rank_notices, *step_notices, *capture_notices, *data_notices)
     return Trace(meta=meta, events=events, notices=notices, **sides)
 
 
-def _events(made: _FileEvents, device: Ints, stream: Ints, lane: Ints, nesting: Nesting) -> pl.DataFrame:
+def _build_events(file_events: _FileEvents, device: Ints, stream: Ints, lane: Ints, nesting: Nesting) -> pl.DataFrame:
     """The `events` frame without what joins add."""
-    on_device = gather_rows(_ON_DEVICE, made.category)
+    on_device = gather_rows(_ON_DEVICE, file_events.category)
     process, thread = (
-        np.where(on_device, NULL, gather_rows(numbers, made.place) if len(numbers) else np.zeros(0, dtype=np.int64))
-        for numbers in (made.places.numbers(0), made.places.numbers(1))
+        np.where(
+            on_device, NULL, gather_rows(numbers, file_events.place) if len(numbers) else np.zeros(0, dtype=np.int64)
+        )
+        for numbers in (file_events.places.numbers(0), file_events.places.numbers(1))
     )
-    record = made.spread("record_function", "ops")
+    record = file_events.spread("record_function", "ops")
     record[record == 0] = NULL
     return pl.DataFrame(
         {
-            "event": to_series(np.arange(len(made.start), dtype=np.uint32, like=made.start), pl.UInt32),
-            "name": made.texts.column(made.name),
-            "category": take_texts(_CATEGORY_NAMES, made.category),
-            "start_ns": to_series(made.start, pl.Int64),
-            "duration_ns": to_series(made.duration, pl.Int64),
+            "event": to_series(np.arange(len(file_events.start), dtype=np.uint32, like=file_events.start), pl.UInt32),
+            "name": file_events.texts.column(file_events.name),
+            "category": take_texts(_CATEGORY_NAMES, file_events.category),
+            "start_ns": to_series(file_events.start, pl.Int64),
+            "duration_ns": to_series(file_events.duration, pl.Int64),
             "nested_end_ns": to_series(nesting.nested_end_ns, pl.Int64),
             "lane": to_series(lane, pl.UInt32),
             "process": to_nullable_series(process),
             "thread": to_nullable_series(thread),
             "device": to_nullable_series(device, pl.Int32),
             "stream": to_nullable_series(stream),
-            "correlation": to_nullable_series(made.correlation),
-            "external_id": to_nullable_series(made.external),
+            "correlation": to_nullable_series(file_events.correlation),
+            "external_id": to_nullable_series(file_events.external),
             "record_function_id": to_nullable_series(record),
-            "sequence": to_nullable_series(made.spread("sequence", "ops")),
-            "forward_thread": to_nullable_series(made.spread("forward_thread", "ops")),
-            "parent": row_numbers(nesting.parent),
+            "sequence": to_nullable_series(file_events.spread("sequence", "ops")),
+            "forward_thread": to_nullable_series(file_events.spread("forward_thread", "ops")),
+            "parent": build_event_column(nesting.parent),
             "depth": to_series(np.minimum(nesting.depth, 2**16 - 1), pl.UInt16),
         }
     )
 
 
-def _linked(made: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame) -> pl.DataFrame:
+def _link_events(file_events: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame) -> pl.DataFrame:
     """The `events` frame with `op`, `launch` and `step`."""
-    is_launch, is_work = gather_rows(_IS_LAUNCH, made.category), gather_rows(_IS_WORK, made.category)
-    is_op = made.category == _OP
-    launch = launches(made.correlation, is_launch, is_work)
-    op = ops(nearest(nesting.parent, is_op), launch, is_launch, is_op, is_work, made.external)
-    step = event_steps(steps, made.start, launch, is_work)
+    is_launch, is_work = gather_rows(_IS_LAUNCH, file_events.category), gather_rows(_IS_WORK, file_events.category)
+    is_op = file_events.category == _OP
+    launch = find_launches(file_events.correlation, is_launch, is_work)
+    op = find_ops(find_nearest_ancestor(nesting.parent, is_op), launch, is_launch, is_op, is_work, file_events.external)
+    step = assign_steps(steps, file_events.start, launch, is_work)
     linked = events.with_columns(
-        row_numbers(op).alias("op"),
-        row_numbers(launch).alias("launch"),
+        build_event_column(op).alias("op"),
+        build_event_column(launch).alias("launch"),
         to_nullable_series(step, pl.Int32, NO_STEP).alias("step"),
     )
     return linked.select(list(SCHEMAS["events"]))
 
 
-def _meta(
-    made: _FileEvents, decoded: Decoded, path: str, capture: dict[str, Any] | None, ranks: Ints
+def _build_meta(
+    file_events: _FileEvents, decoded: Decoded, path: str, capture: dict[str, Any] | None, ranks: Ints
 ) -> tuple[Meta, list[Notice]]:
     """The facts of the whole trace; `ranks` are those in the arguments of collectives."""
     metadata, entry = decoded.metadata, capture or {}
-    named = sorted_unique(ranks[(ranks != NULL) & (ranks >= 0)])
-    rank, evidence, notices = md.find_rank(metadata, int(named[0]) if len(named) == 1 else None, path, capture)
-    info = md.distributed(metadata)
+    collective_ranks = sort_unique(ranks[(ranks != NULL) & (ranks >= 0)])
+    rank, evidence, notices = md.find_rank(
+        metadata, int(collective_ranks[0]) if len(collective_ranks) == 1 else None, path, capture
+    )
+    info = md.get_distributed_info(metadata)
     host = metadata.get("host_name")
-    latest = int(made.start[-1]) if len(made.start) else 0
+    latest = int(file_events.start[-1]) if len(file_events.start) else 0
     # The process with most events on the host; 0 and below are no processes.
-    on_host = made.place[~gather_rows(_ON_DEVICE, made.category)]
+    on_host = file_events.place[~gather_rows(_ON_DEVICE, file_events.category)]
     counts: dict[int, int] = {}
-    events = np.bincount(on_host, minlength=len(made.places.pairs)).tolist()
-    for process, count in zip(made.places.numbers(0).tolist(), events, strict=True):
+    events = np.bincount(on_host, minlength=len(file_events.places.pairs)).tolist()
+    for process, count in zip(file_events.places.numbers(0).tolist(), events, strict=True):
         if process > 0 and count:
             counts[process] = counts.get(process, 0) + count
     meta = Meta(
         path=path,
         rank=rank,
         rank_evidence=evidence,
-        world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
+        world_size=md.parse_whole_number(entry.get("world_size")) or md.parse_whole_number(info.get("world_size")),
         # A capture of several hosts calls them as the fleet does; containers may all have one name of their own.
         host=entry.get("host") or (host if isinstance(host, str) and host else None),
         process=max(counts, key=lambda process: counts[process], default=None),
         backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
-        base_ns=made.base_ns,
-        clock="unix" if made.base_ns or latest > 10**18 else "unknown",
-        unit_ns=1000 if made.whole_us and bool((made.duration % 1000 == 0).all()) else 1,
-        event_count=made.columns.entries,
+        base_ns=file_events.base_ns,
+        clock="unix" if file_events.base_ns or latest > 10**18 else "unknown",
+        unit_ns=1000 if file_events.whole_us and bool((file_events.duration % 1000 == 0).all()) else 1,
+        event_count=file_events.columns.entries,
         file_bytes=decoded.size,
         schema_version=None if metadata.get("schemaVersion") is None else str(metadata["schemaVersion"]),
-        versions=md.versions(metadata),
-        settings=md.settings(metadata),
-        job=md.job(metadata),
+        versions=md.collect_versions(metadata),
+        settings=md.collect_settings(metadata),
+        job=md.collect_job_labels(metadata),
         capture=capture,
     )
     return meta, notices
 
 
-def _notices(
+def _collect_notices(
     events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], unknown_devices: int
 ) -> list[Notice]:
     """Notices about what is no damage of the text: spans that cross, orphans, absurd durations, unknown categories."""

@@ -17,14 +17,21 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from traceloom.formats.kineto_document import WHOLE, Document, Slice, TextRange
-from traceloom.formats.kineto_fields import NO_ARGUMENTS, NULL, RAW, all_arguments, from_doubles, from_text
-from traceloom.formats.resync import MALFORMED, DamageLog
-from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.formats.kineto_document import FULL_RANGE, Document, Slice, TextRange
+from traceloom.formats.kineto_fields import (
+    NO_ARGUMENTS,
+    NULL,
+    RAW,
+    convert_double_times,
+    decode_all_arguments,
+    parse_text_times,
+)
+from traceloom.formats.resync import PARSE_ERRORS, DamageLog
+from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.trace import mapped_arrays
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Array
-from traceloom.trace.mapped_arrays import BLOCK_POOL, ColumnSpool, pieces
+from traceloom.trace.mapped_arrays import BLOCK_POOL, ColumnSpool, iterate_slices
 
 _OPS, _FRAMES, _CALLS, _DEVICE = 1, 2, 4, 8
 _GROUP = {
@@ -50,8 +57,8 @@ _SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
 _KERNEL_CODE = _CODE[cat.KERNEL]
 _COMMAND_CODE = _CODE[cat.COMMAND]
 
-_JOINED = 64  # arrays of slices made one
-_MOST_LISTS = 20_000  # combinations of lists that are remembered
+_MAX_PENDING_ARRAYS = 64  # arrays of slices made one
+_MAX_LISTS = 20_000  # combinations of lists that are remembered
 
 COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
 COLLECTIVE_RAWS = ("group_ranks", "in_splits", "out_splits", "asynchronous")
@@ -65,7 +72,7 @@ COLLECTIVE_NUMBERS = (
     "target_rank",
     "root_rank",
 )
-FILLING = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
+OCCUPANCY_COLUMNS = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
 _COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
 LISTS = ("shapes", "types", "strides", "concrete")
 _TEXTS = frozenset(("name", "kind", "key", *LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS))
@@ -98,8 +105,8 @@ class _Lists(dict[bytes, int]):
             self._parts = np.concatenate([self._parts, np.zeros_like(self._parts)], axis=1)
         parts = key.split(b"\0")
         lists = [_is_list(part) for part in parts]
-        self._parts[:, number] = [self._texts[part] if lists[at] else -1 for at, part in enumerate(parts)]
-        if any(part and part != b"null" and not lists[at] for at, part in enumerate(parts)):
+        self._parts[:, number] = [self._texts[part] if lists[index] else -1 for index, part in enumerate(parts)]
+        if any(part and part != b"null" and not lists[index] for index, part in enumerate(parts)):
             self.odd = np.append(np.zeros(0, np.int64) if self.odd is None else self.odd, number)
         return number
 
@@ -169,31 +176,31 @@ class Columns:
             self._add_spans(spans, part, offsets, lengths)
         if complete is None:
             return
-        rest = np.flatnonzero(~complete).tolist()
-        phases = [entries[row].ph for row in rest]
+        other_rows = np.flatnonzero(~complete).tolist()
+        phases = [entries[row].ph for row in other_rows]
         for phase in dict.fromkeys(phases):
-            rows = [row for row, its in zip(rest, phases, strict=True) if its == phase]
-            of_phase = [entries[row] for row in rows]
+            rows = [row for row, its in zip(other_rows, phases, strict=True) if its == phase]
+            phase_entries = [entries[row] for row in rows]
             if phase == "M":
-                for entry in of_phase:
+                for entry in phase_entries:
                     if entry.name == "thread_name" and entry.args is not None and entry.args.name is not None:
                         self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
                     elif entry.name == "process_name" and entry.args is not None and entry.args.name is not None:
                         self.process_names[entry.pid] = str(entry.args.name)
             elif phase in ("s", "t", "f"):
-                start, _, timed, _ = self._times(of_phase, exact=part.exact)
+                start, _, has_time, _ = self._times(phase_entries, exact=part.exact)
                 self._put(
                     "flows",
                     phase=np.full(len(rows), phase == "s", dtype=np.bool_),
-                    flow=numbers([NULL if entry.id is None else entry.id for entry in of_phase]),
-                    kind=self._codes([entry.cat or entry.name for entry in of_phase]),
-                    place=self._places_of(of_phase),
-                    start=np.where(timed, start, NULL),
+                    flow=parse_integers([NULL if entry.id is None else entry.id for entry in phase_entries]),
+                    kind=self._codes([entry.cat or entry.name for entry in phase_entries]),
+                    place=self._places_of(phase_entries),
+                    start=np.where(has_time, start, NULL),
                 )
             elif phase in ("i", "I", "R"):
-                self._add_instants(of_phase, exact=part.exact)
+                self._add_instants(phase_entries, exact=part.exact)
             elif phase == "C":
-                self._add_counters(of_phase, rows, part)
+                self._add_counters(phase_entries, rows, part)
             else:
                 self._damage.note("unknown-phase", f"byte {part.offsets[rows[0]]} of the text", len(rows))
 
@@ -221,21 +228,21 @@ class Columns:
         for table, columns in self.tables.items():
             for name in list(columns):
                 values = self.take(table, name, None)
-                for piece in pieces(len(values)):
-                    yield table, name, values[piece].view(np.ndarray)
+                for row_slice in iterate_slices(len(values)):
+                    yield table, name, values[row_slice].view(np.ndarray)
 
-    def extend(self, state: ColumnTables, some: Iterable[tuple[str, str, Array]]) -> None:
+    def extend(self, state: ColumnTables, chunks: Iterable[tuple[str, str, Array]]) -> None:
         """Take what another process decoded of the part of the text that follows: its `legend()` and `pieces()`."""
         texts = np.array([*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32)  # -1 stays -1
-        places = np.array([self.places[pair] for pair in state.places], dtype=np.int32)
-        for table, name, piece in some:
-            values = piece
+        thread_numbers = np.array([self.places[pair] for pair in state.places], dtype=np.int32)
+        for table, name, chunk in chunks:
+            values = chunk
             if name == "row":
-                values = self._row(piece)
+                values = self._row(chunk)
             elif name == "place":
-                values = places[piece]
+                values = thread_numbers[chunk]
             elif name in _TEXTS:
-                values = texts[piece]
+                values = texts[chunk]
             self._put(table, **{name: values})
             if self.spill is not None:
                 self._merge(table, name, self.tables[table][name])
@@ -255,16 +262,16 @@ class Columns:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _put(self, table: str, **columns: Array) -> None:
-        into = self.tables.setdefault(table, {})
+        table_columns = self.tables.setdefault(table, {})
         for name, values in columns.items():
-            parts = into.setdefault(name, [])
+            parts = table_columns.setdefault(name, [])
             parts.append(values)
-            if len(parts) - self._merged.get((table, name), 0) == _JOINED:
+            if len(parts) - self._merged.get((table, name), 0) == _MAX_PENDING_ARRAYS:
                 self._merge(table, name, parts)
 
     def _merge(self, table: str, name: str, parts: list[Array]) -> None:
         """Few large arrays instead of many small ones, since what lies between small ones is never given back."""
-        parts[-_JOINED:] = [np.concatenate(parts[-_JOINED:])]
+        parts[-_MAX_PENDING_ARRAYS:] = [np.concatenate(parts[-_MAX_PENDING_ARRAYS:])]
         if self.spill is not None:
             self._dtypes[table, name] = parts[0].dtype
             for values in parts:
@@ -274,7 +281,7 @@ class Columns:
 
     def _codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
-        return to_array("i", [texts[value] for value in values])
+        return pack_array("i", [texts[value] for value in values])
 
     def _text_codes(self, values: Sequence[Any]) -> Array:
         texts = self.texts
@@ -284,24 +291,24 @@ class Columns:
     def _times(self, entries: list[Any], *, exact: bool) -> tuple[Array, Array, Array, Array]:
         starts, durations = [entry.ts for entry in entries], [entry.dur for entry in entries]
         if exact:
-            return from_text(starts, durations)
-        return from_doubles(to_array("d", starts), to_array("d", durations))
+            return parse_text_times(starts, durations)
+        return convert_double_times(pack_array("d", starts), pack_array("d", durations))
 
     def _add_spans(self, spans: list[Any], part: Slice, offsets: Array, lengths: Array) -> None:
-        start, duration, timed, lasting = self._times(spans, exact=part.exact)
-        if not timed.all():
-            lost = np.flatnonzero(~timed)
+        start, duration, has_time, lasting = self._times(spans, exact=part.exact)
+        if not has_time.all():
+            lost = np.flatnonzero(~has_time)
             self._damage.note("missing-time", f"byte {offsets[lost[0]]} of the text", len(lost))
-            kept = np.flatnonzero(timed)
-            spans = [spans[row] for row in kept.tolist()]
+            timed_rows = np.flatnonzero(has_time)
+            spans = [spans[row] for row in timed_rows.tolist()]
             start, duration, lasting, offsets, lengths = (
-                column[kept] for column in (start, duration, lasting, offsets, lengths)
+                column[timed_rows] for column in (start, duration, lasting, offsets, lengths)
             )
         if not lasting.all():
             unknown = np.flatnonzero(~lasting)
             self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
         categories = self._categories
-        code = to_array("B", [categories[span.cat] for span in spans])
+        code = pack_array("B", [categories[span.cat] for span in spans])
         if (code == _COMMAND_CODE).any():  # what a command processor runs is what its name says: work of the device
             code = code.copy()
             for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
@@ -324,24 +331,28 @@ class Columns:
         def rare(rows: Array) -> list[Any]:
             """The arguments of these rows, the rare ones included, which are decoded again."""
             arguments = []
-            at = zip(rows.tolist(), (offsets[rows] - part.base).tolist(), lengths[rows].tolist(), strict=True)
-            for row, begin, length in at:
-                whole, odd = all_arguments(args[row], part.text[begin : begin + length])
-                arguments.append(whole)
-                if odd:
-                    self._damage.note("odd-values", f"byte {begin + part.base} of the text")
+            locations = zip(rows.tolist(), (offsets[rows] - part.base).tolist(), lengths[rows].tolist(), strict=True)
+            for row, offset, length in locations:
+                collective_arguments, unexpected = decode_all_arguments(args[row], part.text[offset : offset + length])
+                arguments.append(collective_arguments)
+                if unexpected:
+                    self._damage.note("odd-values", f"byte {offset + part.base} of the text")
             return arguments
 
         self._add_host_arguments(args, code)
         described = (_GROUP_OF_CODE[code] == _OPS) | (code == _KERNEL_CODE)
         rows = [row for row in np.flatnonzero(described).tolist() if args[row].collective is not None]
         if rows:
-            whole = rare(np.array(rows))
-            columns = {key: self._text_codes(list(map(attrgetter(key), whole))) for key in COLLECTIVE_TEXTS}
+            collective_arguments = rare(np.array(rows))
+            columns = {
+                key: self._text_codes(list(map(attrgetter(key), collective_arguments))) for key in COLLECTIVE_TEXTS
+            }
             for key in COLLECTIVE_RAWS:  # lists as JSON text
-                raws = map(attrgetter(key), whole)
-                columns[key] = to_array("i", [-1 if raw is RAW else self.texts[bytes(raw)] for raw in raws])
-            columns |= {key: numbers(list(map(attrgetter(key), whole))) for key in COLLECTIVE_NUMBERS}
+                raws = map(attrgetter(key), collective_arguments)
+                columns[key] = pack_array("i", [-1 if raw is RAW else self.texts[bytes(raw)] for raw in raws])
+            columns |= {
+                key: parse_integers(list(map(attrgetter(key), collective_arguments))) for key in COLLECTIVE_NUMBERS
+            }
             self._put("collectives", row=self._row(np.array(rows)), **columns)
         self._add_device_arguments(args, code, rare)
         self.rows += len(spans)
@@ -354,24 +365,24 @@ class Columns:
         group = _GROUP_OF_CODE[code]
         rows = np.flatnonzero(group == _OPS)
         if rows.size:
-            of_ops = [args[row] for row in rows.tolist()]
+            op_arguments = [args[row] for row in rows.tolist()]
             self._put(
                 "ops",
                 row=self._row(rows),
-                external=_external(of_ops),
-                record_function=numbers([a.record_function_id for a in of_ops]),
-                sequence=numbers([a.sequence for a in of_ops]),
-                forward_thread=numbers([a.forward_thread for a in of_ops]),
+                external=_extract_external_ids(op_arguments),
+                record_function=parse_integers([a.record_function_id for a in op_arguments]),
+                sequence=parse_integers([a.sequence for a in op_arguments]),
+                forward_thread=parse_integers([a.forward_thread for a in op_arguments]),
             )
-            shaped = [at for at, a in enumerate(of_ops) if a.shapes is not RAW or a.shapes_lower is not RAW]
+            shaped = [index for index, a in enumerate(op_arguments) if a.shapes is not RAW or a.shapes_lower is not RAW]
             if shaped:  # shapes, types, strides and values are looked up together
                 lists = self._lists
-                if len(lists) > _MOST_LISTS:
+                if len(lists) > _MAX_LISTS:
                     lists.clear()
                     lists.odd = None
                 keys = [
                     b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete))
-                    for a in map(of_ops.__getitem__, shaped)
+                    for a in map(op_arguments.__getitem__, shaped)
                 ]
                 combinations = np.fromiter(map(lists.__getitem__, keys), dtype=np.int32, count=len(keys))
                 if lists.odd is not None and (count := int(np.isin(combinations, lists.odd).sum())):
@@ -380,43 +391,50 @@ class Columns:
                 self._put("tensors", row=self._row(rows[shaped]), **codes)
         rows = np.flatnonzero(group == _FRAMES)
         if rows.size:
-            of_frames = [args[row] for row in rows.tolist()]
+            frame_arguments = [args[row] for row in rows.tolist()]
             self._put(
                 "frames",
                 row=self._row(rows),
-                python_id=numbers([a.python_id for a in of_frames]),
-                python_parent=numbers([a.python_parent for a in of_frames]),
-                module_id=numbers([a.module_id for a in of_frames]),
+                python_id=parse_integers([a.python_id for a in frame_arguments]),
+                python_parent=parse_integers([a.python_parent for a in frame_arguments]),
+                module_id=parse_integers([a.module_id for a in frame_arguments]),
             )
         rows = np.flatnonzero(group == _CALLS)
         if rows.size:
-            of_calls = [args[row] for row in rows.tolist()]
-            correlation = numbers([a.correlation for a in of_calls])
-            self._put("calls", row=self._row(rows), correlation=correlation, external=_external(of_calls))
+            call_arguments = [args[row] for row in rows.tolist()]
+            correlation = parse_integers([a.correlation for a in call_arguments])
+            self._put(
+                "calls", row=self._row(rows), correlation=correlation, external=_extract_external_ids(call_arguments)
+            )
 
     def _add_device_arguments(self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]) -> None:
         """What work of devices says of itself; `rare` gives all arguments of rows."""
         rows = np.flatnonzero(_GROUP_OF_CODE[code] == _DEVICE)
         if not rows.size:
             return
-        of_device = [args[row] for row in rows.tolist()]
+        device_arguments = [args[row] for row in rows.tolist()]
         self._put(
             "device",
             row=self._row(rows),
-            correlation=numbers([a.correlation for a in of_device]),
-            external=_external(of_device),
-            device=numbers([a.device for a in of_device]),
-            stream=numbers([a.stream for a in of_device]),
+            correlation=parse_integers([a.correlation for a in device_arguments]),
+            external=_extract_external_ids(device_arguments),
+            device=parse_integers([a.device for a in device_arguments]),
+            stream=parse_integers([a.stream for a in device_arguments]),
         )
         # How kernels fill the device, for those where the writer recorded it.
         rows = np.flatnonzero(code == _KERNEL_CODE)
-        of_kernels = [args[row] for row in rows.tolist()]
-        values = {name: list(map(attrgetter(name), of_kernels)) for name in FILLING}
-        present = [at for at, triple in enumerate(zip(*values.values(), strict=True)) if triple != (None, None, None)]
+        kernel_arguments = [args[row] for row in rows.tolist()]
+        values = {name: list(map(attrgetter(name), kernel_arguments)) for name in OCCUPANCY_COLUMNS}
+        present = [
+            index for index, triple in enumerate(zip(*values.values(), strict=True)) if triple != (None, None, None)
+        ]
         if present:
             if len(present) < rows.size:
-                rows, values = rows[present], {name: [column[at] for at in present] for name, column in values.items()}
-            self._put("kernels", row=self._row(rows), **{name: to_floats(column) for name, column in values.items()})
+                rows, values = (
+                    rows[present],
+                    {name: [column[index] for index in present] for name, column in values.items()},
+                )
+            self._put("kernels", row=self._row(rows), **{name: parse_floats(column) for name, column in values.items()})
         rows = np.flatnonzero(np.isin(code, _COPY_CODES))
         if rows.size:
             copies = rare(rows)
@@ -424,7 +442,7 @@ class Columns:
                 key: self._text_codes(list(map(attrgetter(key), copies))) for key in _COPY_TEXTS if key != "copy_kind"
             }
             texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in copies])
-            size = numbers([a.size if a.bytes == NULL else a.bytes for a in copies])
+            size = parse_integers([a.size if a.bytes == NULL else a.bytes for a in copies])
             self._put("copies", row=self._row(rows), bytes=size, **texts)
         rows = np.flatnonzero(np.isin(code, _SYNC_CODES))
         if rows.size:
@@ -433,9 +451,9 @@ class Columns:
                 "syncs",
                 row=self._row(rows),
                 kind=self._text_codes([a.sync_kind for a in syncs]),
-                awaited_stream=numbers([a.awaited_stream for a in syncs]),
-                record_correlation=numbers([a.record_correlation for a in syncs]),
-                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in syncs]),
+                awaited_stream=parse_integers([a.awaited_stream for a in syncs]),
+                record_correlation=parse_integers([a.record_correlation for a in syncs]),
+                event_id=parse_integers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in syncs]),
             )
 
     def _add_instants(self, entries: list[Any], *, exact: bool) -> None:
@@ -443,20 +461,20 @@ class Columns:
         if memory:
             start, _, _, _ = self._times(memory, exact=exact)
             args = [entry.args for entry in memory]
-            columns = {key: numbers(list(map(attrgetter(key), args))) for key in ALLOCATION[1:]}
+            columns = {key: parse_integers(list(map(attrgetter(key), args))) for key in ALLOCATION[1:]}
             try:
-                columns["address"] = to_array("Q", [a.address for a in args])
+                columns["address"] = pack_array("Q", [a.address for a in args])
             except struct.error:
-                whole = [a.address if isinstance(a.address, int) else number(a.address) for a in args]
-                columns["address"] = to_array("Q", [value % 2**64 if value != NULL else 0 for value in whole])
+                addresses = [a.address if isinstance(a.address, int) else parse_integer(a.address) for a in args]
+                columns["address"] = pack_array("Q", [value % 2**64 if value != NULL else 0 for value in addresses])
             self._put("allocations", start=start, place=self._places_of(memory), **columns)
         marks = [entry for entry in entries if entry.name != "[memory]"]
         if marks:
-            start, _, timed, _ = self._times(marks, exact=exact)
-            sizes = numbers([(entry.args or NO_ARGUMENTS).allocation_bytes for entry in marks])
+            start, _, has_time, _ = self._times(marks, exact=exact)
+            sizes = parse_integers([(entry.args or NO_ARGUMENTS).allocation_bytes for entry in marks])
             self._put(
                 "marks",
-                start=np.where(timed, start, NULL),
+                start=np.where(has_time, start, NULL),
                 name=self._codes([entry.name for entry in marks]),
                 place=self._places_of(marks),
                 bytes=sizes,
@@ -465,32 +483,32 @@ class Columns:
     def _places_of(self, entries: list[Any]) -> Array:
         # zip hands out one tuple again and again, which saves making one per entry.
         pairs = zip([entry.pid for entry in entries], [entry.tid for entry in entries], strict=True)
-        return to_array("i", list(map(self.places.__getitem__, pairs)))
+        return pack_array("i", list(map(self.places.__getitem__, pairs)))
 
     def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         """Counters have keys of any name, so their text is decoded again."""
-        start, _, timed, _ = self._times(entries, exact=part.exact)
-        names, keys, values, times, places = [], [], [], [], []
-        for at, row in enumerate(rows):
-            begin = int(part.offsets[row]) - part.base
+        start, _, has_time, _ = self._times(entries, exact=part.exact)
+        names, keys, values, times, thread_numbers = [], [], [], [], []
+        for index, row in enumerate(rows):
+            offset = int(part.offsets[row]) - part.base
             try:
-                args = msgspec.json.decode(part.text[begin : begin + int(part.lengths[row])])["args"]
-            except (*MALFORMED, KeyError, TypeError):
+                args = msgspec.json.decode(part.text[offset : offset + int(part.lengths[row])])["args"]
+            except (*PARSE_ERRORS, KeyError, TypeError):
                 continue
             for key, value in args.items() if isinstance(args, dict) else ():
-                if isinstance(value, (int, float)) and timed[at] and abs(value) <= sys.float_info.max:
-                    names.append(entries[at].name)
+                if isinstance(value, (int, float)) and has_time[index] and abs(value) <= sys.float_info.max:
+                    names.append(entries[index].name)
                     keys.append(key)
                     values.append(float(value))
-                    times.append(int(start[at]))
-                    places.append(self.places[entries[at].pid, entries[at].tid])
+                    times.append(int(start[index]))
+                    thread_numbers.append(self.places[entries[index].pid, entries[index].tid])
         self._put(
             "counters",
             start=np.array(times, dtype=np.int64),
             name=self._codes(names),
             key=self._codes(keys),
             value=np.array(values, dtype=np.float64),
-            place=np.array(places, dtype=np.int32),
+            place=np.array(thread_numbers, dtype=np.int32),
         )
 
 
@@ -500,17 +518,17 @@ def _is_list(text: bytes) -> bool:
         return text.startswith(b"[")
     try:
         msgspec.json.decode(msgspec.json.decode(text, type=str), type=list)
-    except MALFORMED:
+    except PARSE_ERRORS:
         return False
     return True
 
 
-def _external(args: list[Any]) -> Array:
+def _extract_external_ids(args: list[Any]) -> Array:
     values = [a.external_id if a.external_id != NULL else a.external_id_lower for a in args]
-    return numbers(values)
+    return parse_integers(values)
 
 
-def to_array(kind: str, values: Sequence[Any]) -> Array:
+def pack_array(kind: str, values: Sequence[Any]) -> Array:
     """An array of values of one kind, read-only; in half of the time that NumPy takes to look at each of them.
 
     Args:
@@ -523,18 +541,18 @@ def to_array(kind: str, values: Sequence[Any]) -> Array:
     return np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), dtype=kind)
 
 
-def numbers(values: Sequence[Any]) -> Array:
+def parse_integers(values: Sequence[Any]) -> Array:
     """int64 of numbers, numbers in quotes, and what is no number (NULL)."""
     try:
-        return to_array("q", values)
+        return pack_array("q", values)
     except struct.error:
-        return to_array("q", [number(value) for value in values])
+        return pack_array("q", [parse_integer(value) for value in values])
 
 
-def to_floats(values: Sequence[Any]) -> Array:
+def parse_floats(values: Sequence[Any]) -> Array:
     """Numbers of any kind as float64; NaN for what is not a finite number."""
     try:
-        doubles = to_array("d", values)
+        doubles = pack_array("d", values)
     except (struct.error, OverflowError):
         reals = []
         for value in values:
@@ -542,17 +560,17 @@ def to_floats(values: Sequence[Any]) -> Array:
                 reals.append(float(value))
             except (TypeError, ValueError, OverflowError):  # noqa: PERF203  (few values are odd)
                 reals.append(np.nan)
-        doubles = to_array("d", reals)
+        doubles = pack_array("d", reals)
     return np.where(np.isfinite(doubles), doubles, np.nan)
 
 
-def number(value: Any) -> int:
+def parse_integer(value: Any) -> int:
     """One value as int64, NULL where it is no number (of that size)."""
     try:
-        whole = int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         return NULL
-    return whole if -(2**63) < whole < 2**63 else NULL
+    return number if -(2**63) < number < 2**63 else NULL
 
 
 _LARGE = 4 << 20
@@ -582,7 +600,7 @@ class Decoded(Struct):
 def decode(
     path: str | Path,
     step: Step | None = None,
-    part: TextRange = WHOLE,
+    part: TextRange = FULL_RANGE,
     taken_over: Callable[[int], bool] = lambda _: True,
 ) -> Decoded:
     """Decode a file in this process; gzip or not, whole or damaged.
@@ -604,12 +622,12 @@ def decode(
         with open_input(path) as stream:
             with contextlib.suppress(OSError):  # what is no file has no size
                 status = os.fstat(stream.fileno())
-                if stat.S_ISREG(status.st_mode) and status.st_size >= mapped_arrays.SPILL_BYTES:
+                if stat.S_ISREG(status.st_mode) and status.st_size >= mapped_arrays.MIN_SPILL_BYTES:
                     columns.spill = mapped_arrays.ColumnSpool()
-            document = Document(partial(text_pieces, stream, damage, step), damage, str(path), part, taken_over)
+            document = Document(partial(read_text_pieces, stream, damage, step), damage, str(path), part, taken_over)
             for chunk in document.slices():
                 columns.add(chunk)
-                if columns.spill is None and document.size >= mapped_arrays.SPILL_BYTES:
+                if columns.spill is None and document.size >= mapped_arrays.MIN_SPILL_BYTES:
                     columns.spill = mapped_arrays.ColumnSpool()
     except BaseException:
         columns.close()

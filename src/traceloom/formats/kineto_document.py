@@ -13,16 +13,16 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
-from traceloom.formats.detect import kind_of, refuse_by_keys, refuse_list, refuse_start
+from traceloom.formats.detect import describe_format, refuse_by_keys, refuse_list, refuse_start
 from traceloom.formats.kineto_fields import EXACT, FAST, decode_loosely, needs_text
-from traceloom.formats.repair import BETWEEN, EVENTS, EventRecovery, whole_events
-from traceloom.formats.resync import MALFORMED, DamageLog, JsonScanner, byte_of
-from traceloom.formats.text_stream import BraceIndex, Look, TextBuffer, locate_entries
+from traceloom.formats.repair import BETWEEN, EVENTS, EventRecovery, find_complete_end
+from traceloom.formats.resync import PARSE_ERRORS, DamageLog, JsonScanner, parse_error_offset
+from traceloom.formats.text_stream import BraceIndex, TextBuffer, TextObserver, locate_entries
 from traceloom.system.text import clean_json
 
 SLICE = 1 << 19
-_NEAR = 1 << 16  # bytes in which a boundary is looked for
-_MOST_VALUE = 1 << 26  # bytes of one metadata entry, or of one event
+_BOUNDARY_WINDOW = 1 << 16  # bytes in which a boundary is looked for
+_MAX_VALUE_BYTES = 1 << 26  # bytes of one metadata entry, or of one event
 _BOUNDARY = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 _SALVAGE = re.compile(rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*(?=[\[{"\d-])')
@@ -64,7 +64,7 @@ class TextRange(Struct, frozen=True):
     until: int | None = None
 
 
-WHOLE = TextRange()
+FULL_RANGE = TextRange()
 
 
 class Document(TextBuffer):
@@ -87,14 +87,14 @@ class Document(TextBuffer):
 
     def __init__(
         self,
-        pieces: Callable[[Look], Iterator[bytes]],
+        read_chunks: Callable[[TextObserver], Iterator[bytes]],
         damage: DamageLog,
         path: str,
-        part: TextRange = WHOLE,
+        part: TextRange = FULL_RANGE,
         taken_over: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._braces = BraceIndex(part.begin)
-        super().__init__(pieces(self._braces.look))
+        super().__init__(read_chunks(self._braces.look))
         self.metadata: dict[str, Any] = {}
         self.found_events = False
         self.began: int | None = None if part.begin else 0
@@ -113,7 +113,7 @@ class Document(TextBuffer):
             InputError: The file is something else, or holds nothing of a trace.
         """
         self._fill(1)
-        whole = self._begins_well()
+        well_formed = self._begins_well()
         self._alone = self._text.lstrip()[:1] == b"["
         if self._begin:
             # Go there without having all that is before it at hand.
@@ -132,9 +132,9 @@ class Document(TextBuffer):
             if not self._alone:
                 yield from self._top()
             return
-        if whole:
+        if well_formed:
             self._skip(len(self._text) - len(self._text.lstrip()) + 1)
-        if whole and self._alone:
+        if well_formed and self._alone:
             self.found_events = True
             yield from self._entries()
         else:
@@ -156,7 +156,7 @@ class Document(TextBuffer):
                 return True
         except InputError:
             self._fill(SLICE)
-            if not self._text.strip() or kind_of(self._text) or self._start_of_events() is None:
+            if not self._text.strip() or describe_format(self._text) or self._start_of_events() is None:
                 raise
         else:
             if not _EVENT_FIRST.match(self._text):
@@ -173,8 +173,8 @@ class Document(TextBuffer):
         What looks like a boundary may be inside a text or a list of an entry.
         """
         start = byte - self._base
-        self._fill(start + _NEAR)
-        match = _BOUNDARY.search(self._text, start, start + _NEAR)
+        self._fill(start + _BOUNDARY_WINDOW)
+        match = _BOUNDARY.search(self._text, start, start + _BOUNDARY_WINDOW)
         return None if match is None else match.end()
 
     def _handing_over(self) -> Iterator[Slice]:
@@ -186,10 +186,10 @@ class Document(TextBuffer):
         text = self._text[:cut]
         try:
             entries = self._decoder(text).decode(b"".join((b"[", text, b"]")))
-        except MALFORMED:
+        except PARSE_ERRORS:
             return
         exact = bool(self._exact)
-        if not exact and _inexact(entries):
+        if not exact and _has_inexact_times(entries):
             return
         yield self._slice(entries, text, exact)
         self._skip(cut)
@@ -203,23 +203,23 @@ class Document(TextBuffer):
             self._fill(SLICE)
             match = _KEY.match(self._text)
             if match is None:
-                rest = self._text.lstrip(b" \t\r\n,")
-                if not rest:
+                remaining = self._text.lstrip(b" \t\r\n,")
+                if not remaining:
                     if self._base:
                         self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                     return
                 # An event may stand where a key should, or behind a stray bracket.
-                behind = rest.lstrip(b" \t\r\n,[]}\0")
-                resumes = behind[:1] == b"{" and JsonScanner(behind, EVENTS).resumes(0)
+                entries_text = remaining.lstrip(b" \t\r\n,[]}\0")
+                resumes = entries_text[:1] == b"{" and JsonScanner(entries_text, EVENTS).is_followed_by_entry(0)
                 if resumes:
                     self._damage.note("damaged-metadata", f"byte {self._base} of the text")
-                    self._skip(len(self._text) - len(behind))
+                    self._skip(len(self._text) - len(entries_text))
                     self.found_events = True
                     yield from self._entries()
-                elif rest.startswith(b"}") and (self.found_events or self._start_of_events() is None):
-                    if rest[1:].strip(b" \t\r\n\0"):
-                        where = f"byte {self._base + len(self._text) - len(rest) + 1} of the text"
-                        self._damage.note("text-after-end", where)
+                elif remaining.startswith(b"}") and (self.found_events or self._start_of_events() is None):
+                    if remaining[1:].strip(b" \t\r\n\0"):
+                        location = f"byte {self._base + len(self._text) - len(remaining) + 1} of the text"
+                        self._damage.note("text-after-end", location)
                     return
                 elif not self._salvage():
                     return
@@ -256,9 +256,9 @@ class Document(TextBuffer):
                 break
             if end < 0 and (self._ended or _EVENTS.search(self._text, start)):
                 return False
-            if len(self._text) > _MOST_VALUE:
+            if len(self._text) > _MAX_VALUE_BYTES:
                 raise InputError(
-                    f"the entry `{key}` is larger than {_MOST_VALUE >> 20} MB, which no trace has",
+                    f"the entry `{key}` is larger than {_MAX_VALUE_BYTES >> 20} MB, which no trace has",
                     slug="oversized-entry",
                     where=self._path,
                 )
@@ -273,7 +273,7 @@ class Document(TextBuffer):
     def _salvage(self) -> bool:
         """Jump over malformed metadata to `traceEvents`; keep entries on the way that can be read."""
         while (end := self._start_of_events()) is None and not self._ended:
-            if len(self._text) > _MOST_VALUE:
+            if len(self._text) > _MAX_VALUE_BYTES:
                 break
             self._fill(len(self._text) * 2)
         region = self._text if end is None else self._text[:end]
@@ -281,14 +281,14 @@ class Document(TextBuffer):
             self._damage.note("cut-file", f"byte {self.size} of the text", 0)
         self._damage.note("damaged-metadata", f"byte {self._base} of the text")
         walk = JsonScanner(region, EVENTS)
-        at = 0
-        while match := _SALVAGE.search(region, at):
+        position = 0
+        while match := _SALVAGE.search(region, position):
             value = walk.value(match.end())
             if value is None:
-                at = max(match.end(), walk.after_failure(match.start()))
+                position = max(match.end(), walk.choose_retry_position(match.start()))
                 continue
-            at = value[1]
-            text = region[match.end() : at].decode("utf-8", "replace")
+            position = value[1]
+            text = region[match.end() : position].decode("utf-8", "replace")
             key = match.group(1).decode("utf-8", "replace")
             if key not in self.metadata:
                 store_entry(self.metadata, key, json.loads(text, strict=False), self._damage)
@@ -298,7 +298,7 @@ class Document(TextBuffer):
     def _start_of_events(self) -> int | None:
         """Where the key of the events stands in the text at hand, or else the first event."""
         match = _EVENTS.search(self._text)
-        return match.start() if match else JsonScanner(self._text, EVENTS).next_entry(0)
+        return match.start() if match else JsonScanner(self._text, EVENTS).find_next_entry(0)
 
     # -- the events -------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Document(TextBuffer):
         target_size = SLICE
         while True:
             self._skip_blank()  # while little text is at hand, since the rest is copied
-            whole = self._fill(target_size)
+            filled = self._fill(target_size)
             self._skip_blank()
             if self._text.startswith(b"]"):
                 self._skip(1)
@@ -317,7 +317,7 @@ class Document(TextBuffer):
                     continue
                 self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                 return
-            cut = self._last_boundary(BETWEEN, 256) if whole else len(self._text.rstrip(b" \t\r\n,"))
+            cut = self._last_boundary(BETWEEN, 256) if filled else len(self._text.rstrip(b" \t\r\n,"))
             if cut is not None and self._until is not None and self._base + len(self._text) > self._until:
                 target_size = SLICE
                 yield from self._handing_over()
@@ -326,11 +326,11 @@ class Document(TextBuffer):
                 continue
             used = 0
             if cut is not None:
-                decoded, used, closed = self._decode(self._text[:cut], last=not whole)
+                decoded, used, closed = self._decode(self._text[:cut], last=not filled)
             if not used:  # one event is larger than what is at hand
-                if len(self._text) > _MOST_VALUE:
+                if len(self._text) > _MAX_VALUE_BYTES:
                     raise InputError(
-                        f"one event is larger than {_MOST_VALUE >> 20} MB",
+                        f"one event is larger than {_MAX_VALUE_BYTES >> 20} MB",
                         slug="oversized-entry",
                         where=f"{self._path}, byte {self._base} of the text",
                     )
@@ -349,16 +349,16 @@ class Document(TextBuffer):
             entries = self._decoder(text).decode(b"".join((b"[", text, b"]")))  # one copy, where adding makes two
         except msgspec.ValidationError:
             try:
-                entries, odd = decode_loosely(b"[" + text + b"]")
-            except MALFORMED as error:
+                entries, unexpected = decode_loosely(b"[" + text + b"]")
+            except PARSE_ERRORS as error:
                 return self._decode_damaged(text, error, last=last)
             exact = True
-            if odd:
-                self._damage.note("odd-values", f"byte {self._base} of the text", odd)
-        except MALFORMED as error:
+            if unexpected:
+                self._damage.note("odd-values", f"byte {self._base} of the text", unexpected)
+        except PARSE_ERRORS as error:
             return self._decode_damaged(text, error, last=last)
         else:
-            if not self._exact and _inexact(entries):
+            if not self._exact and _has_inexact_times(entries):
                 self._exact = True
                 return self._decode(text, last=last)
             exact = bool(self._exact)
@@ -374,7 +374,7 @@ class Document(TextBuffer):
 
     def _decode_damaged(self, text: bytes, error: Exception, *, last: bool) -> tuple[Slice, int, bool]:
         """The list may end in the text; or the text is malformed."""
-        byte = byte_of(error)
+        byte = parse_error_offset(error)
         if "trailing characters" in str(error) and byte is not None:
             bracket = text.rfind(b"]", 0, byte - 1)
             if bracket >= 0:
@@ -383,16 +383,16 @@ class Document(TextBuffer):
                 decoded, used, _ = self._decode(text[:bracket], last=False)
                 if used == bracket:  # a proven stretch is used up whole
                     return decoded, bracket + 1, True
-        cut = None if last else whole_events(text)
+        cut = None if last else find_complete_end(text)
         if cut:
             # The text was cut inside an event, by us; nothing else may be wrong with it.
             try:
-                entries, odd = decode_loosely(b"[" + text[:cut] + b"]")
-            except MALFORMED:
+                entries, unexpected = decode_loosely(b"[" + text[:cut] + b"]")
+            except PARSE_ERRORS:
                 pass
             else:
-                if odd:
-                    self._damage.note("odd-values", f"byte {self._base} of the text", odd)
+                if unexpected:
+                    self._damage.note("odd-values", f"byte {self._base} of the text", unexpected)
                 return self._slice(entries, text[:cut], exact=True), cut, False
         recovery = EventRecovery(text, self._base, self._damage, EVENTS, last=last, alone=self._alone)
         used, closed = recovery.run()
@@ -408,9 +408,9 @@ class Document(TextBuffer):
 
 def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLog) -> None:
     """Store one top-level entry, which may be there already."""
-    (key, value), odd = clean_json([key, value])
-    if odd:
-        damage.note("replaced-text", f"$.{key}", odd)
+    (key, value), replaced = clean_json([key, value])
+    if replaced:
+        damage.note("replaced-text", f"$.{key}", replaced)
     previous = metadata.get(key)
     if isinstance(previous, dict) and isinstance(value, dict):
         # Some writers repeat distributedInfo after the events, often with more in it.
@@ -420,6 +420,6 @@ def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLo
     metadata[key] = value
 
 
-def _inexact(entries: list[Any]) -> bool:
+def _has_inexact_times(entries: list[Any]) -> bool:
     """Doubles that may have lost nanoseconds: fractions beyond 2^43."""
     return any(abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)])

@@ -98,7 +98,7 @@ _EVENT: dict[str, tuple[Any, Any]] = {
 _NAN = float("nan")
 
 
-def _arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool) -> Any:
+def _define_arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool) -> Any:
     spec = []
     for field, (key, (kind, default)) in fields.items():
         field_type = _STRICT[kind] if strict or kind == "raw" else Any
@@ -106,42 +106,42 @@ def _arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict
     return msgspec.defstruct(name, spec, gc=False)
 
 
-def _entry(name: str, arguments: Any, time: Any, default: Any, strict: bool) -> Any:
+def _define_entry(name: str, arguments: Any, time: Any, default: Any, strict: bool) -> Any:
     spec: list[Any] = [(key, kind if strict else Any, value) for key, (kind, value) in _EVENT.items()]
     spec += [("ts", time, default), ("dur", time, default), ("args", arguments if strict else Any, None)]
     return msgspec.defstruct(name, spec, gc=False)
 
 
-Arguments = _arguments("Arguments", ARGUMENTS, strict=True)
+Arguments = _define_arguments("Arguments", ARGUMENTS, strict=True)
 NO_ARGUMENTS = Arguments()
-_Loose = _arguments("LooseArguments", _ALL, strict=False)
+_LooseArguments = _define_arguments("LooseArguments", _ALL, strict=False)
 # Times as doubles: exact for whole microseconds, and for nanoseconds below 2^43 microseconds.
-Entry = _entry("Entry", Arguments | None, float, _NAN, strict=True)
+Entry = _define_entry("Entry", Arguments | None, float, _NAN, strict=True)
 # Times as text: exact whatever they are.
-ExactEntry = _entry("ExactEntry", Arguments | None, msgspec.Raw, RAW, strict=True)
+ExactEntry = _define_entry("ExactEntry", Arguments | None, msgspec.Raw, RAW, strict=True)
 # Any value anywhere; `tidy` makes it look like an ExactEntry.
-LooseEntry = _entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
+LooseEntry = _define_entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
 
 FAST = msgspec.json.Decoder(list[Entry])  # type: ignore[valid-type]
 EXACT = msgspec.json.Decoder(list[ExactEntry])  # type: ignore[valid-type]
 _LOOSE = msgspec.json.Decoder(list[LooseEntry])  # type: ignore[valid-type]
-_WholeArguments = _arguments("WholeArguments", _ALL, strict=True)
-_NOTHING = _WholeArguments()
-_WHOLE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
-    msgspec.defstruct("WholeEntry", [("args", _WholeArguments)], gc=False)
+_AllArguments = _define_arguments("WholeArguments", _ALL, strict=True)
+_DEFAULT_ARGUMENTS = _AllArguments()
+_ALL_ARGUMENTS_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    msgspec.defstruct("WholeEntry", [("args", _AllArguments)], gc=False)
 )
 
 _WITH_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
 
 
-def all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
+def decode_all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
     """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is the whole event."""
-    if isinstance(args, _Loose):
+    if isinstance(args, _LooseArguments):
         return args, False  # all of them, and told of already
     if args is NO_ARGUMENTS:
-        return _NOTHING, False
+        return _DEFAULT_ARGUMENTS, False
     try:
-        return _WHOLE.decode(text).args, False
+        return _ALL_ARGUMENTS_DECODER.decode(text).args, False
     except msgspec.ValidationError:
         return decode_loosely(b"[" + text + b"]")[0][0].args, True
 
@@ -165,23 +165,23 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
             text,
         )
         entries = _LOOSE.decode(finite)
-    return entries, sum(_tidy(entry) for entry in entries)
+    return entries, sum(_normalize_entry(entry) for entry in entries)
 
 
-def _tidy(entry: Any) -> bool:
+def _normalize_entry(entry: Any) -> bool:
     """Make an entry look like an ExactEntry; whether a value of it was odd."""
-    odd = False
+    unexpected = False
     for key, kinds in (("ph", str), ("cat", str), ("name", str), ("pid", (int, str)), ("tid", (int, str))):
         value = getattr(entry, key)
         if not isinstance(value, kinds):
-            odd |= value is not None
+            unexpected |= value is not None
             text = b"" if value is None else msgspec.json.encode(value)
             setattr(entry, key, text.decode("utf-8", "replace"))
     if not isinstance(entry.id, (int, str, float, type(None))):
-        odd, entry.id = True, None
+        unexpected, entry.id = True, None
     args = entry.args
     if args is None:
-        return odd
+        return unexpected
     if not isinstance(args, dict):
         entry.args = None
         return True
@@ -193,40 +193,42 @@ def _tidy(entry: Any) -> bool:
         if kind == "raw":
             value = msgspec.Raw(msgspec.json.encode(value))
         elif kind != "any" and not isinstance(value, (int, str, float, type(None))):
-            odd, value = True, None
+            unexpected, value = True, None
         values[field] = value
-    entry.args = _Loose(**values)
-    return odd
+    entry.args = _LooseArguments(**values)
+    return unexpected
 
 
 # A time with an exponent, of which more than three digits are a fraction, or with a fraction behind 13 digits or more.
-_FINE = re.compile(rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])')
-_MOST_NS = 2**62  # times beyond (146 years) are no times
-_MOST_US = _MOST_NS // 1000
-_MOST_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
-_DIGITS = len(str(_MOST_US))
-_PLACES = 12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
-_PARTS_OF_NS = 10 ** (_PLACES - 3)
+_FINE_TIMES = re.compile(rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])')
+_MAX_NS = 2**62  # times beyond (146 years) are no times
+_MAX_US = _MAX_NS // 1000
+_MAX_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
+_DIGITS = len(str(_MAX_US))
+_FRACTION_DIGITS = (
+    12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
+)
+_PARTS_OF_NS = 10 ** (_FRACTION_DIGITS - 3)
 
 
 def needs_text(sample: bytes) -> bool:
     """Whether doubles lose something: fractions of large numbers, or more than three digits after the point."""
-    return any(match[1] is None or int(match[1]) >= 2**43 for match in _FINE.finditer(sample, 0, 1 << 18))
+    return any(match[1] is None or int(match[1]) >= 2**43 for match in _FINE_TIMES.finditer(sample, 0, 1 << 18))
 
 
-def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
+def convert_double_times(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
     """Start and duration in ns, and which of each are usable (finite, within 146 and 36 years); others are 0."""
     us = np.array((start_us, duration_us), dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        usable = np.abs(us) < np.array(((_MOST_NS / 1000,), (_MOST_DURATION_NS / 1000,)))
+        usable = np.abs(us) < np.array(((_MAX_NS / 1000,), (_MAX_DURATION_NS / 1000,)))
     if not usable.all():
         us[~usable] = 0.0
     # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay apart, to be exact.
-    whole = np.floor(us)
-    us -= whole
+    whole_us = np.floor(us)
+    us -= whole_us
     us[1] += us[0]
     us *= 1000
-    ns = whole.astype(np.int64)
+    ns = whole_us.astype(np.int64)
     ns[1] += ns[0]
     ns *= 1000
     ns += np.rint(us, out=us).astype(np.int64)
@@ -234,42 +236,42 @@ def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Boo
     return ns[0], ns[1], usable[0], usable[1]
 
 
-def from_text(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
+def parse_text_times(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
     """The same from JSON text: numbers, or numbers in quotes. End = round(start + duration), as in exact decimals."""
-    start_us, start_fraction, good = _split(starts, _MOST_US)
-    more_us, more_fraction, timed = _split(durations, _MOST_DURATION_NS // 1000)
-    start = start_us * 1000 + _rounded(start_fraction)
-    end = (start_us + more_us) * 1000 + _rounded(start_fraction + more_fraction)
-    return start, end - start, good, timed
+    start_us, start_fraction, valid_starts = _split(starts, _MAX_US)
+    more_us, more_fraction, valid_durations = _split(durations, _MAX_DURATION_NS // 1000)
+    start = start_us * 1000 + _compute_rounded_ns(start_fraction)
+    end = (start_us + more_us) * 1000 + _compute_rounded_ns(start_fraction + more_fraction)
+    return start, end - start, valid_starts, valid_durations
 
 
-def _rounded(parts: Ints) -> Ints:
+def _compute_rounded_ns(parts: Ints) -> Ints:
     """Fractions of a microsecond to the nearest nanosecond, halves to the even one as Decimal does."""
     floor = parts // _PARTS_OF_NS
-    rest = parts - floor * _PARTS_OF_NS
-    up = (rest > _PARTS_OF_NS // 2) | ((rest == _PARTS_OF_NS // 2) & (floor % 2 == 1))
+    remainder = parts - floor * _PARTS_OF_NS
+    up = (remainder > _PARTS_OF_NS // 2) | ((remainder == _PARTS_OF_NS // 2) & (floor % 2 == 1))
     rounded: Ints = floor + up
     return rounded
 
 
-def _split(texts: list[Any], most_us: int) -> tuple[Ints, Ints, Bools]:
+def _split(texts: list[Any], max_us: int) -> tuple[Ints, Ints, Bools]:
     """Whole microseconds, the first digits behind the point (same sign), and which are numbers below the most."""
-    whole, fractions = [], []
+    whole_us, fractions = [], []
     for text in texts:
         digits, _, fraction = bytes(text).partition(b".")
         if digits.isdigit() and len(digits) <= _DIGITS and (fraction.isdigit() or not fraction):
-            whole.append(int(digits))
-            fractions.append(int(fraction.ljust(_PLACES, b"0")[:_PLACES]))
+            whole_us.append(int(digits))
+            fractions.append(int(fraction.ljust(_FRACTION_DIGITS, b"0")[:_FRACTION_DIGITS]))
         else:
             # Exponents and other spellings, one by one.
             try:
                 value = Decimal(bytes(text).strip(b'" ').decode("ascii", "replace"))
             except InvalidOperation:
-                value = Decimal(most_us)
-            usable = value.is_finite() and abs(value) < most_us
-            whole.append(int(value) if usable else most_us)
-            fractions.append(int((value - int(value)) * 10**_PLACES) if usable else 0)
-    us, parts = np.array(whole, dtype=np.int64), np.array(fractions, dtype=np.int64)
-    good = us < most_us
-    us[~good] = parts[~good] = 0
-    return us, parts, good
+                value = Decimal(max_us)
+            usable = value.is_finite() and abs(value) < max_us
+            whole_us.append(int(value) if usable else max_us)
+            fractions.append(int((value - int(value)) * 10**_FRACTION_DIGITS) if usable else 0)
+    us, parts = np.array(whole_us, dtype=np.int64), np.array(fractions, dtype=np.int64)
+    valid = us < max_us
+    us[~valid] = parts[~valid] = 0
+    return us, parts, valid

@@ -10,11 +10,11 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.formats.kineto_columns import number
+from traceloom.formats.kineto_columns import parse_integer
 from traceloom.formats.kineto_fields import NULL
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Array, Ints
-from traceloom.trace.arrays import gather_rows, stable_order
+from traceloom.trace.arrays import compute_stable_order, gather_rows
 from traceloom.trace.trace import SCHEMAS
 
 KINDS = ("host", "device", "device_annotation", "device_sync", "other")
@@ -30,7 +30,7 @@ _KIND = dict.fromkeys(cat.HOST_WORK, "host") | {
 KIND_OF_CODE = np.array([KINDS.index(_KIND.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64)
 ON_DEVICE = np.array([kind.startswith("device") for kind in KINDS])
 _IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")
-_PLAIN = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
+_GENERIC_NAME = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
 
 
 class Lanes(Struct, frozen=True):
@@ -55,10 +55,10 @@ class ThreadIndex(Struct, frozen=True):
 
     def numbers(self, which: int) -> Ints:
         """The process (0) or thread (1) of each pair as a number, NULL where it is text."""
-        return np.array([number(pair[which]) for pair in self.pairs], dtype=np.int64)
+        return np.array([parse_integer(pair[which]) for pair in self.pairs], dtype=np.int64)
 
 
-def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, places: ThreadIndex) -> Lanes:
+def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, thread_index: ThreadIndex) -> Lanes:
     """Group events to lanes: by thread on the host, by (device, stream) on devices.
 
     Args:
@@ -66,7 +66,7 @@ def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, place
         thread: Number of its (pid, tid).
         device: Device index, NULL on the host.
         stream: Stream, NULL on the host.
-        places: What the numbers of places stand for.
+        thread_index: What the numbers of places stand for.
     """
     kind = gather_rows(KIND_OF_CODE, category)
     on_device = gather_rows(ON_DEVICE, kind)
@@ -80,23 +80,23 @@ def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, place
     _, first, lane = np.unique(key, return_index=True, return_inverse=True)
     described: list[dict[str, Any]] = []
     for row in first.tolist():
-        pid, tid = places.pairs[int(thread[row])]
+        pid, tid = thread_index.pairs[int(thread[row])]
         row_kind, is_device = KINDS[int(kind[row])], bool(on_device[row])
         stream_number = int(stream[row]) if is_device and stream[row] != NULL else None
         if is_device:
-            what = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[row_kind]
-            name = ("all streams" if stream_number in (None, -1) else f"stream {stream_number}") + what
+            suffix = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[row_kind]
+            name = ("all streams" if stream_number in (None, -1) else f"stream {stream_number}") + suffix
         elif row_kind == "other":
             name = str(tid) if isinstance(tid, str) and tid else "profiler"
         elif str(pid) == str(tid):
             name = "main thread"
         else:
-            name = places.thread_names.get((pid, tid), "")
+            name = thread_index.thread_names.get((pid, tid), "")
             bracketed = _IN_BRACKETS.match(name)
             name = bracketed.group(1) if bracketed else name
             if "autograd" in name:
                 name = f"autograd {tid}"
-            elif _PLAIN.match(name):
+            elif _GENERIC_NAME.match(name):
                 name = f"thread {tid}"
             name = name if str(tid) in name else f"{name} {tid}"
         described.append(
@@ -109,17 +109,22 @@ def find_lanes(category: Array, thread: Array, device: Ints, stream: Ints, place
                 "name": name,
             }
         )
-    order = sorted(range(len(described)), key=lambda at: _rank(described[at]))
+    order = sorted(range(len(described)), key=lambda at: _get_sort_key(described[at]))
     renumbered = np.empty(len(order), dtype=np.int64)
     renumbered[order] = np.arange(len(order))
     lane = gather_rows(renumbered, lane) if order else lane.astype(np.int64)
-    return Lanes(lane, ~on_device, [described[at] for at in order])
+    return Lanes(lane, ~on_device, [described[index] for index in order])
 
 
-def _rank(lane: dict[str, Any]) -> tuple[Any, ...]:
+def _get_sort_key(lane: dict[str, Any]) -> tuple[Any, ...]:
     """Host threads first (main thread on top), then devices by stream, then the rest."""
     if lane["kind"] == "host":
-        return (0, _natural_sort_key(lane["process"]), lane["name"] != "main thread", _natural_sort_key(lane["thread"]))
+        return (
+            0,
+            _get_natural_sort_key(lane["process"]),
+            lane["name"] != "main thread",
+            _get_natural_sort_key(lane["thread"]),
+        )
     if lane["kind"] == "other":
         return (2, lane["process"], lane["thread"])
     device = -1 if lane["device"] is None else lane["device"]
@@ -127,14 +132,14 @@ def _rank(lane: dict[str, Any]) -> tuple[Any, ...]:
     return (1, device, stream, KINDS.index(lane["kind"]))
 
 
-def _natural_sort_key(text: str) -> tuple[int, str]:
+def _get_natural_sort_key(text: str) -> tuple[int, str]:
     try:
         return int(text), text
     except ValueError:
         return 2**63, text
 
 
-def lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
+def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
     """The `lanes` frame: event counts and busy times; threads that run the backward pass get their name.
 
     Args:
@@ -144,17 +149,17 @@ def lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> 
         autograd: Whether an event is an evaluation of the autograd engine.
     """
     count = len(lanes.rows)
-    order = stable_order(lanes.lane)
+    order = compute_stable_order(lanes.lane)
     bounds = np.cumsum(np.concatenate([[0], np.bincount(lanes.lane, minlength=count)]))
     rows = []
     for lane, described in enumerate(lanes.rows):
         members = order[bounds[lane] : bounds[lane + 1]]
         busy_ns = 0  # covered by spans, which stand by their start
         if len(members):
-            begin, end = start[members], nested_end[members]
+            span_start, end = start[members], nested_end[members]
             reached = np.maximum.accumulate(end)
-            begin[1:] = np.maximum(begin[1:], reached[:-1])
-            busy_ns = int(np.maximum(end - begin, 0).sum())
+            span_start[1:] = np.maximum(span_start[1:], reached[:-1])
+            busy_ns = int(np.maximum(end - span_start, 0).sum())
         row = {"lane": lane, **described, "events": len(members), "busy_ns": busy_ns}
         if described["kind"] == "host" and described["name"].startswith("thread ") and autograd[members].any():
             row["name"] = f"autograd {described['thread']}"

@@ -14,21 +14,21 @@ import polars as pl
 
 from traceloom.formats.kineto_columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
 from traceloom.formats.kineto_fields import NULL
-from traceloom.formats.kineto_metadata import whole
+from traceloom.formats.kineto_metadata import parse_whole_number
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Array, Bools, Ints
 from traceloom.trace.arrays import (
     NO_ROW,
-    Texts,
-    column_of,
+    NumberedTexts,
+    build_event_column,
+    extract_column,
     gather_rows,
-    row_numbers,
     take_texts,
     to_nullable_series,
     to_series,
 )
 from traceloom.trace.frames import cast_to_schema
-from traceloom.trace.mapped_arrays import OnDisk
+from traceloom.trace.mapped_arrays import MappedArray
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, DeferredFrame
 
@@ -48,22 +48,22 @@ _BOUND_BY = {
     **dict.fromkeys((cat.OP, cat.ANNOTATION), 1),
 }
 _BINDS = np.array([_BOUND_BY.get(name, 2) for name in cat.CATEGORIES])
-_MOST_TIES = 200  # events looked at that start at one time
+_MAX_TIES = 200  # events looked at that start at one time
 
 
-def first_by_key(keys: Ints, rows: Ints, wanted: Ints) -> Ints:
+def find_first_rows(keys: Ints, rows: Ints, requested: Ints) -> Ints:
     """The first row that has each wanted key; -1 where none has, and for NULL."""
     has_key = keys != NULL
     keys, rows = keys[has_key], rows[has_key]
     if not len(keys):
-        return np.full(len(wanted), NO_ROW, dtype=np.int64)
+        return np.full(len(requested), NO_ROW, dtype=np.int64)
     order = np.lexsort((rows, keys))
     keys, rows = keys[order], rows[order]
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where((keys[at] == wanted) & (wanted != NULL), rows[at], NO_ROW)
+    index = np.minimum(np.searchsorted(keys, requested), len(keys) - 1)
+    return np.where((keys[index] == requested) & (requested != NULL), rows[index], NO_ROW)
 
 
-def launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
+def find_launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
     """The runtime or driver row of each GPU work, by correlation; -1 elsewhere.
 
     Where several rows have one correlation (a runtime call and the driver call inside it) the outermost is taken: it
@@ -72,31 +72,33 @@ def launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
     calls = np.flatnonzero(is_launch)
     work = np.flatnonzero(is_work)
     out = np.full(len(correlation), NO_ROW, dtype=np.int64, like=correlation)
-    out[work] = first_by_key(correlation[calls], calls, correlation[work])
+    out[work] = find_first_rows(correlation[calls], calls, correlation[work])
     return out
 
 
-def ops(  # noqa: PLR0917  (columns of events)
+def find_ops(  # noqa: PLR0917  (columns of events)
     parent_op: Ints, launch: Ints, is_launch: Bools, is_op: Bools, is_work: Bools, external: Ints
 ) -> Ints:
     """The innermost op around each launch; for GPU work around its launch, else the op its external id names."""
     out = np.where(is_launch, parent_op, NO_ROW)
     launched = launch >= 0
     out[launched] = parent_op[launch[launched]]
-    rest = np.flatnonzero(is_work & ~launched & (external != NULL))
-    if rest.size:
+    unlaunched = np.flatnonzero(is_work & ~launched & (external != NULL))
+    if unlaunched.size:
         op_rows = np.flatnonzero(is_op)
-        out[rest] = first_by_key(external[op_rows], op_rows, external[rest])
+        out[unlaunched] = find_first_rows(external[op_rows], op_rows, external[unlaunched])
     return out
 
 
-def repeats_correlation(external: Ints, correlation: Ints, is_work: Bools) -> bool:
+def is_correlation_repeated(external: Ints, correlation: Ints, is_work: Bools) -> bool:
     """Whether the external ids of GPU work only repeat its correlations (older writers): then they name no op."""
     both = is_work & (external != NULL) & (correlation != NULL)
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
 
 
-def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, thread: Array) -> pl.DataFrame:
+def build_flow_frame(
+    columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame, thread: Array
+) -> pl.DataFrame:
     """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its place and time.
 
     Args:
@@ -109,69 +111,69 @@ def flow_frame(columns: dict[str, Array], texts: Texts, events: pl.DataFrame, th
         return pl.DataFrame(schema=SCHEMAS["flows"])
     kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = gather_rows(kinds, columns["kind"])
-    begins, flow = columns["phase"], columns["flow"]
+    is_start, flow = columns["phase"], columns["flow"]
     # Of several starts or ends with one kind and id the last counts; without an id nothing is joined.
     flow_ids, number = np.unique(flow, return_inverse=True)
     keys = len(flow_ids) * len(_FLOW_KINDS)
     key = number * len(_FLOW_KINDS) + kind
-    slot = np.where(begins, keys, 0) + key
+    slot = np.where(is_start, keys, 0) + key
     indices = np.arange(len(flow), like=flow)
     last = np.full(2 * keys, NO_ROW, dtype=np.int64, like=flow)
     last[slot] = indices  # of equal slots the last one wins
-    kept = last[slot] == indices
-    other = np.where(flow == NULL, NO_ROW, last[np.where(begins, 0, keys) + key])
+    is_last = last[slot] == indices
+    other = np.where(flow == NULL, NO_ROW, last[np.where(is_start, 0, keys) + key])
     # The arrows, starts first, and their other ends; -1 where there is none.
-    row = np.concatenate([np.flatnonzero(kept & begins), np.flatnonzero(kept & ~begins & (other < 0))])
+    row = np.concatenate([np.flatnonzero(is_last & is_start), np.flatnonzero(is_last & ~is_start & (other < 0))])
     other = other[row]
-    large = isinstance(thread, OnDisk)
-    start, category = column_of(events, "start_ns", large=large), column_of(events, "category", large=large)
-    correlation = column_of(events, "correlation", NULL, large=large)
-    event = _at(columns, kind, (start, category, thread, correlation))
-    ends = event[row], np.where(other >= 0, event[other], NO_ROW)
-    begins = begins[row]
+    large = isinstance(thread, MappedArray)
+    start, category = extract_column(events, "start_ns", large=large), extract_column(events, "category", large=large)
+    correlation = extract_column(events, "correlation", NULL, large=large)
+    event = _find_flow_events(columns, kind, (start, category, thread, correlation))
+    endpoints = event[row], np.where(other >= 0, event[other], NO_ROW)
+    is_start = is_start[row]
     return pl.DataFrame(
         {
             "flow": to_nullable_series(flow[row]),
             "kind": take_texts(pl.Series(_FLOW_KINDS, dtype=SCHEMAS["flows"]["kind"]), kind[row]),
-            "source": row_numbers(np.where(begins, *ends)),
-            "target": row_numbers(np.where(begins, *ends[::-1])),
+            "source": build_event_column(np.where(is_start, *endpoints)),
+            "target": build_event_column(np.where(is_start, *endpoints[::-1])),
         },
         schema=SCHEMAS["flows"],
     )
 
 
-def _at(ends: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:
+def _find_flow_events(endpoints: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]) -> Ints:
     """The event that starts at the time and place of each arrow end; -1 where none does.
 
     Of several, the one whose correlation is the arrow's id, else the innermost of the kind that such arrows bind to,
     else the innermost of any kind.
     """
     start, category, pair_number, correlation = events
-    low = np.searchsorted(start, ends["start"], "left")
-    high = np.searchsorted(start, ends["start"], "right")
+    low = np.searchsorted(start, endpoints["start"], "left")
+    high = np.searchsorted(start, endpoints["start"], "right")
     event_rows = np.full(len(low), NO_ROW, dtype=np.int64, like=low)
     for choice in ("correlation", "kind", "any"):
         rows = np.flatnonzero((event_rows < 0) & (low < high))
-        at = high[rows] - 1
-        for _ in range(_MOST_TIES):
-            hit = pair_number[at] == ends["place"][rows]
+        candidate = high[rows] - 1
+        for _ in range(_MAX_TIES):
+            hit = pair_number[candidate] == endpoints["place"][rows]
             if choice == "correlation":
                 hit &= (
-                    (correlation[at] == ends["flow"][rows])
+                    (correlation[candidate] == endpoints["flow"][rows])
                     & (kind[rows] == 0)
-                    & (gather_rows(_BINDS, category[at]) == 0)
+                    & (gather_rows(_BINDS, category[candidate]) == 0)
                 )
             elif choice == "kind":
-                hit &= gather_rows(_BINDS, category[at]) == kind[rows]
-            event_rows[rows[hit]] = at[hit]
-            on = ~hit & (at > low[rows])
-            rows, at = rows[on], at[on] - 1
+                hit &= gather_rows(_BINDS, category[candidate]) == kind[rows]
+            event_rows[rows[hit]] = candidate[hit]
+            on = ~hit & (candidate > low[rows])
+            rows, candidate = rows[on], candidate[on] - 1
             if not rows.size:
                 break
     return event_rows
 
 
-def source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:
+def build_source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:
     """Where each event stands in the text of the file; `rows` puts the columns of the file in time order."""
     return pl.DataFrame(
         {
@@ -198,7 +200,7 @@ _KINDS = (
     ("send", "send"),
     ("recv", "recv"),
 )
-_SIZES = {
+_ELEMENT_SIZES = {
     "float64": 8, "double": 8, "int64": 8, "long": 8, "longint": 8, "uint64": 8, "complexfloat": 8, "complex64": 8,
     "complexdouble": 16, "complex128": 16, "complexhalf": 4,
     "float32": 4, "float": 4, "int32": 4, "int": 4, "uint32": 4, "unsignedint": 4,
@@ -206,45 +208,45 @@ _SIZES = {
     "int8": 1, "char": 1, "signedchar": 1, "uint8": 1, "byte": 1, "unsignedchar": 1, "bool": 1,
 }  # fmt: skip
 _ANNOTATION = r"^(?:nccl|gloo|mpi|ucc|hccl|xccl|rccl):\s*(.+)$"
-_CALLED = re.compile(_ANNOTATION)
-_FILLED = ("group", "group_size", "element_type", "in_bytes", "out_bytes", "sequence", "peer")
-_MOST_ELEMENTS = 2**58  # of a tensor; more have more bytes than a column holds
+_ANNOTATION_NAME = re.compile(_ANNOTATION)
+_FILLED_COLUMNS = ("group", "group_size", "element_type", "in_bytes", "out_bytes", "sequence", "peer")
+_MAX_ELEMENTS = 2**58  # of a tensor; more have more bytes than a column holds
 _PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
 
 
-def kind_of(name: str) -> str:
+def classify_collective(name: str) -> str:
     """The kind of a collective from any writer's name for it; the name itself where it is none we know.
 
     Example:
         >>> kind_of("_allgather_base"), kind_of("nccl:all_to_allv"), kind_of("init")
         ('all_gather', 'all_to_all', 'init')
     """
-    plain = re.sub(r"[\s_]", "", name.rsplit(":", maxsplit=1)[-1].lower())
-    return next((kind for part, kind in _KINDS if part in plain), name.rsplit(":", maxsplit=1)[-1].strip().lower())
+    normalized = re.sub(r"[\s_]", "", name.rsplit(":", maxsplit=1)[-1].lower())
+    return next((kind for part, kind in _KINDS if part in normalized), name.rsplit(":", maxsplit=1)[-1].strip().lower())
 
 
-def element_size(name: str | None) -> int | None:
+def get_element_size(name: str | None) -> int | None:
     """Bytes of an element type as PyTorch or NCCL spells it (`BFloat16`, `Float8_e4m3fn`, `long int`); None unknown."""
     if name is None:
         return None
-    plain = re.sub(r"[\s_]", "", name.lower()).removeprefix("torch.")
-    return 1 if plain.startswith("float8") else _SIZES.get(plain)
+    normalized = re.sub(r"[\s_]", "", name.lower()).removeprefix("torch.")
+    return 1 if normalized.startswith("float8") else _ELEMENT_SIZES.get(normalized)
 
 
-def collective_frame(
-    columns: dict[str, Array], texts: Texts, events: pl.DataFrame, tensors: DeferredFrame
+def build_collective_frame(
+    columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame, tensors: DeferredFrame
 ) -> pl.DataFrame:
     """The `collectives` frame: ops and kernels with arguments, and annotations such as `nccl:all_reduce`."""
     described = pl.DataFrame(schema=SCHEMAS["collectives"])
     if len(columns["event"]):
-        words = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
+        text_columns = {key: texts.column(columns[key]) for key in (*COLLECTIVE_TEXTS, *COLLECTIVE_RAWS)}
         values = {key: to_nullable_series(columns[key]) for key in COLLECTIVE_NUMBERS}
-        frame = pl.DataFrame({"event": columns["event"], **words, **values})
-        kinds = apply_per_text(frame["collective"], kind_of)
-        sizes = apply_per_text(frame["element_type"], element_size, pl.Int64)
+        frame = pl.DataFrame({"event": columns["event"], **text_columns, **values})
+        kinds = apply_per_text(frame["collective"], classify_collective)
+        sizes = apply_per_text(frame["element_type"], get_element_size, pl.Int64)
         # More elements than any tensor has are none.
         in_bytes, out_bytes = (
-            pl.when(pl.col(name).is_between(0, _MOST_ELEMENTS)).then(pl.col(name) * sizes)
+            pl.when(pl.col(name).is_between(0, _MAX_ELEMENTS)).then(pl.col(name) * sizes)
             for name in ("in_elements", "out_elements")
         )
         src, dst = pl.col("source_rank"), pl.col("target_rank")
@@ -268,9 +270,9 @@ def collective_frame(
                 {"true": True, "false": False}, default=None, return_dtype=pl.Boolean
             ),
         ).cast(SCHEMAS["collectives"], strict=False)
-    if not any(":" in text and _CALLED.match(text) for text in texts.names):
+    if not any(":" in text and _ANNOTATION_NAME.match(text) for text in texts.names):
         return described.sort("event")
-    return pl.concat([described, _annotations(events, tensors.frame())]).sort("event")
+    return pl.concat([described, _read_annotations(events, tensors.frame())]).sort("event")
 
 
 def apply_per_text(column: pl.Series, function: Any, dtype: Any = pl.String) -> pl.Series:
@@ -280,7 +282,7 @@ def apply_per_text(column: pl.Series, function: Any, dtype: Any = pl.String) -> 
     return column.replace_strict(table, default=None, return_dtype=dtype) if table else column.cast(dtype)
 
 
-def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
+def _read_annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
     annotated = (
         events.lazy()
         .filter(pl.col("category") == "annotation")
@@ -292,12 +294,12 @@ def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
     if not annotated.height:
         return pl.DataFrame(schema=SCHEMAS["collectives"])
     described = annotated.select("shapes", "types").unique().rows()
-    table = {key: _elements(*key) for key in described}
+    table = {key: _count_elements(*key) for key in described}
     contents = [table[key] for key in annotated.select("shapes", "types").iter_rows()]
     return pl.DataFrame(
         {
             "event": annotated["event"],
-            "kind": apply_per_text(annotated["called"], kind_of),
+            "kind": apply_per_text(annotated["called"], classify_collective),
             "element_type": [content[0] for content in contents],
             "in_elements": [content[1] for content in contents],
             "in_bytes": [content[2] for content in contents],
@@ -313,7 +315,7 @@ def _annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _elements(shapes: str | None, types: str | None) -> tuple[str | None, int | None, int | None]:
+def _count_elements(shapes: str | None, types: str | None) -> tuple[str | None, int | None, int | None]:
     """Element type, number of elements and bytes of the tensors of an annotation."""
     try:
         dims, names = json.loads(shapes or ""), json.loads(types or "[]")
@@ -322,18 +324,18 @@ def _elements(shapes: str | None, types: str | None) -> tuple[str | None, int | 
     if not isinstance(dims, list) or not isinstance(names, list):
         return None, None, None
     count, size, kinds = 0, 0, set()
-    for at, dim in enumerate(dims):
-        name = names[at] if at < len(names) and isinstance(names[at], str) else ""
-        each = element_size(name)
+    for index, dim in enumerate(dims):
+        name = names[index] if index < len(names) and isinstance(names[index], str) else ""
+        element_size = get_element_size(name)
         if not isinstance(dim, list) or not dim or not all(isinstance(n, int) for n in dim):
             continue
         elements = int(np.prod(dim, dtype=object))
-        if not 0 <= elements <= _MOST_ELEMENTS:
+        if not 0 <= elements <= _MAX_ELEMENTS:
             return None, None, None
         count += elements
         kinds.add(name)
-        size = -1 if each is None or size < 0 else size + elements * each
-    if not kinds or count > _MOST_ELEMENTS:
+        size = -1 if element_size is None or size < 0 else size + elements * element_size
+    if not kinds or count > _MAX_ELEMENTS:
         return None, None, None
     return (kinds.pop() or None if len(kinds) == 1 else None), count, (size if size >= 0 else None)
 
@@ -346,7 +348,7 @@ def add_capture_details(
     The calls of a kind inside the window and the collectives of that kind in the trace are matched in order, for ops,
     annotations and kernels each, where their numbers agree; else they stay as they are and a notice says so.
     """
-    calls = _calls(capture, events)
+    calls = _read_captured_calls(capture, events)
     if not calls.height or not collectives.height:
         return collectives, []
     category = events["category"].cast(pl.String).gather(collectives["event"])
@@ -359,7 +361,7 @@ def add_capture_details(
     unmatched = sizes.filter(pl.col("len") != pl.col("calls"))
     matched = calls.join(agree, on="kind").with_columns(pl.int_range(pl.len()).over("category", "kind").alias("nth"))
     joined = numbered.join(matched, on=["category", "kind", "nth"], how="left", suffix="_known", maintain_order="left")
-    filled = joined.with_columns(pl.col(name).fill_null(pl.col(f"{name}_known")) for name in _FILLED)
+    filled = joined.with_columns(pl.col(name).fill_null(pl.col(f"{name}_known")) for name in _FILLED_COLUMNS)
     notices = []
     if unmatched.height:
         kinds = ", ".join(sorted(set(unmatched["kind"].to_list())))
@@ -368,7 +370,7 @@ def add_capture_details(
     return filled.pipe(cast_to_schema, SCHEMAS["collectives"]), notices
 
 
-def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame:
+def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame:
     """The calls of capture.json inside the window, in order, with the columns that they can fill."""
     listed = (capture or {}).get("collectives")
     if not isinstance(listed, dict) or not events.height:
@@ -393,8 +395,8 @@ def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame
         return None
 
     rows = []
-    for at in range(len(starts)):
-        value = {key: column[at] for key, column in columns.items() if isinstance(column, list)}
+    for index in range(len(starts)):
+        value = {key: column[index] for key, column in columns.items() if isinstance(column, list)}
         group = named("groups", value["group"])
         rows.append(
             {
@@ -402,16 +404,16 @@ def _calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame
                 "group": group,
                 "group_size": sizes.get(group),
                 "element_type": named("types", value["type"]),
-                "in_bytes": whole(value["bytes_in"]),
-                "out_bytes": whole(value["bytes_out"]),
-                "sequence": whole(value["sequence"]),
-                "peer": whole(value["peer"]),
-                "start_ns": whole(value["start_ns"]),
+                "in_bytes": parse_whole_number(value["bytes_in"]),
+                "out_bytes": parse_whole_number(value["bytes_out"]),
+                "sequence": parse_whole_number(value["sequence"]),
+                "peer": parse_whole_number(value["peer"]),
+                "start_ns": parse_whole_number(value["start_ns"]),
             }
         )
-    types = {name: SCHEMAS["collectives"][name] for name in ("kind", *_FILLED)}
+    types = {name: SCHEMAS["collectives"][name] for name in ("kind", *_FILLED_COLUMNS)}
     wide = pl.DataFrame(rows, schema={**types, "peer": pl.Int64, "start_ns": pl.Int64})
     calls = wide.cast({"peer": types["peer"]}, strict=False)  # what is no rank is unknown
     first, last = events["start_ns"][0], events["nested_end_ns"].max()
-    inside = pl.col("start_ns").is_null() | pl.col("start_ns").is_between(first, last)
-    return calls.filter(inside & pl.col("kind").is_not_null()).sort("start_ns", maintain_order=True).drop("start_ns")
+    in_window = pl.col("start_ns").is_null() | pl.col("start_ns").is_between(first, last)
+    return calls.filter(in_window & pl.col("kind").is_not_null()).sort("start_ns", maintain_order=True).drop("start_ns")

@@ -26,18 +26,18 @@ from traceloom.formats.inputs import (
     FileHead,
     InputFile,
     InputSet,
+    choose_run_names,
+    detect_source,
     filter_by_job,
     find,
-    group,
-    job_of,
-    name_runs,
-    source_of,
+    identify_job,
+    split_into_runs,
 )
 from traceloom.formats.sidecars import read_allocations, read_stacks, read_telemetry
 from traceloom.system import units
-from traceloom.system.files import is_address, note_input, restore_addresses
+from traceloom.system.files import is_address, remember_input, restore_addresses
 from traceloom.system.process import block_signals
-from traceloom.system.processes import ProcessPool, cores, shared_folder, workers
+from traceloom.system.processes import ProcessPool, count_cores, create_shared_directory, start_workers
 from traceloom.trace import storage
 from traceloom.trace.cache import Cache, FileStamp
 from traceloom.trace.notice import Notice
@@ -45,7 +45,7 @@ from traceloom.trace.session import Session
 from traceloom.trace.storage import MappedFiles
 from traceloom.trace.trace import Trace
 
-_EVERY_BYTES = 1 << 21  # how often to say how far it is
+_PROGRESS_INTERVAL_BYTES = 1 << 21  # how often to say how far it is
 
 
 def main() -> None:
@@ -59,20 +59,22 @@ def _read(job: dict[str, Any]) -> None:
 
     def step(read: int, _text: int) -> None:
         nonlocal reported
-        if read - reported >= _EVERY_BYTES:
+        if read - reported >= _PROGRESS_INTERVAL_BYTES:
             reported = read
-            _say({"read": read})
+            _send_message({"read": read})
 
     try:
-        trace = source_of(job["path"]).read(job["path"], capture=job["capture"], step=step, processes=job["processes"])
+        trace = detect_source(job["path"]).read(
+            job["path"], capture=job["capture"], step=step, processes=job["processes"]
+        )
     except InputError as error:
-        _say({"refused": error.to_dict()})
+        _send_message({"refused": error.to_dict()})
         return
-    storage.save(trace, Path(job["folder"]), kept=False)
-    _say({"done": True})
+    storage.save(trace, Path(job["folder"]), permanent=False)
+    _send_message({"done": True})
 
 
-def _say(line: dict[str, Any]) -> None:
+def _send_message(line: dict[str, Any]) -> None:
     try:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
@@ -80,7 +82,7 @@ def _say(line: dict[str, Any]) -> None:
         os._exit(1)
 
 
-_WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
+_MIN_POOL_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
 _EXPANSION = 16  # of gzip, roughly
 
 
@@ -109,7 +111,7 @@ class _ProgressCounter:
     """Adds up what the readers of several files say."""
 
     def __init__(self, inputs: list[InputFile], report: Report | None) -> None:
-        self._sizes = [_size(source) for source in inputs]
+        self._sizes = [_get_size(source) for source in inputs]
         self._read = [0] * len(inputs)
         self._done = [False] * len(inputs)
         self._names = [str(source.path) for source in inputs]
@@ -133,7 +135,7 @@ class _ProgressCounter:
             self._report(progress)
 
 
-def _size(source: InputFile) -> int:
+def _get_size(source: InputFile) -> int:
     try:
         return source.path.stat().st_size if str(source.path) != "-" else 0
     except OSError:
@@ -163,10 +165,12 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
             cached = replace(cached, meta=replace(cached.meta, path=str(inputs[number].path)))
             out[number] = column_files.kept(cached)
             meter.finished(number)
-    seen = [_stamp(inputs[number]) for number in missing]
-    text_bytes = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
-    at_once = min(cores(), len(missing))
-    if at_once > 1 and text_bytes > _WORTH_BYTES:
+    stamps = [_get_stamp(inputs[number]) for number in missing]
+    text_bytes = sum(
+        _get_size(inputs[index]) * (_EXPANSION if inputs[index].path.name.endswith(".gz") else 1) for index in missing
+    )
+    at_once = min(count_cores(), len(missing))
+    if at_once > 1 and text_bytes > _MIN_POOL_BYTES:
         _read_in_processes(inputs, missing, out, meter, column_files, at_once=at_once)
     else:
         for number in missing:
@@ -176,29 +180,29 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
                 meter.moved(number, read)
 
             try:
-                trace = source_of(source.path).read(source.path, capture=source.entry, step=step, processes=None)
+                trace = detect_source(source.path).read(source.path, capture=source.entry, step=step, processes=None)
             except InputError as error:
                 out[number] = error
                 continue
             meter.finished(number)
             out[number] = column_files.kept(trace)
-    for number, before in zip(missing, seen, strict=True):
-        made, entry = out[number], entries[number]
-        if not isinstance(made, Trace):
+    for number, before in zip(missing, stamps, strict=True):
+        result, entry = out[number], entries[number]
+        if not isinstance(result, Trace):
             continue
         if entry:
-            entry.put(partial(storage.save, made))
-        notices, where = list(made.notices), made.meta.path
-        if _stamp(inputs[number]) != before:
+            entry.put(partial(storage.save, result))
+        notices, location = list(result.notices), result.meta.path
+        if _get_stamp(inputs[number]) != before:
             text = (
                 "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
             )
-            notices.append(Notice("changed-while-read", "warning", text, where=where))
+            notices.append(Notice("changed-while-read", "warning", text, where=location))
         if entry and entry.damaged:
             text = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
-            notices.append(Notice("damaged-cache", "info", text, where=where))
-        if len(notices) > len(made.notices):
-            out[number] = replace(made, notices=tuple(notices))
+            notices.append(Notice("damaged-cache", "info", text, where=location))
+        if len(notices) > len(result.notices):
+            out[number] = replace(result, notices=tuple(notices))
     if cache and missing:
         cache.prune()
 
@@ -212,7 +216,7 @@ def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | N
     ]
 
 
-def _stamp(source: InputFile) -> tuple[int, ...] | None:
+def _get_stamp(source: InputFile) -> tuple[int, ...] | None:
     """The file's stamp, which changes when it does; None if it is no file."""
     try:
         return FileStamp.now(source.path).stamp
@@ -231,20 +235,20 @@ def _read_in_processes(
 ) -> None:
     """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
     with (
-        shared_folder() as folder,
-        workers("traceloom.formats.loading") as readers,
+        create_shared_directory() as directory,
+        start_workers("traceloom.formats.loading") as readers,
         ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-rank", initializer=block_signals) as pool,
     ):
         try:
-            largest = sorted(missing, key=lambda at: -_size(inputs[at]))
-            each = partial(
-                _in_process,
+            largest = sorted(missing, key=lambda at: -_get_size(inputs[at]))
+            read_one = partial(
+                _read_by_worker,
                 readers=readers,
                 meter=meter,
                 column_files=column_files,
-                processes=cores() // at_once,
+                processes=count_cores() // at_once,
             )
-            jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
+            jobs = {index: pool.submit(read_one, inputs[index], index, directory / str(index)) for index in largest}
             for number, job in jobs.items():
                 out[number] = job.result()
         except BaseException:
@@ -253,21 +257,21 @@ def _read_in_processes(
             raise
 
 
-def _in_process(
+def _read_by_worker(
     source: InputFile,
     number: int,
-    folder: Path,
+    directory: Path,
     *,
     readers: ProcessPool,
     meter: _ProgressCounter,
     column_files: MappedFiles,
     processes: int,
 ) -> Trace | InputError:
-    folder.mkdir()
+    directory.mkdir()
     job = {
         "path": str(source.path),
         "capture": source.entry,
-        "folder": str(folder),
+        "folder": str(directory),
         "processes": processes,
     }
     with readers.idle() as process:
@@ -287,15 +291,15 @@ def _in_process(
                 where=str(source.path),
                 hint="it may have run out of memory; read fewer ranks at a time" if code < 0 else "please report it",
             )
-    trace = column_files.kept(storage.load_trace(folder, kept=False))
-    shutil.rmtree(folder, ignore_errors=True)
+    trace = column_files.kept(storage.load_trace(directory, permanent=False))
+    shutil.rmtree(directory, ignore_errors=True)
     meter.finished(number)
     return trace
 
 
 AnyPath = str | os.PathLike[str]
 # Kinds of files that lie beside traces in a directory and are no fault there.
-_BESIDE = ("not-a-trace", "empty-file")
+_IGNORED_ERRORS = ("not-a-trace", "empty-file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,21 +335,22 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
         >>> import traceloom
         >>> session = traceloom.load("captures/run1")  # doctest: +SKIP
     """
-    discovered, runs, labels, refused = _plan(fetch_remote(paths, cache=cache))
+    discovered, runs, labels, refused = _find_runs(fetch_remote(paths, cache=cache))
     if len(runs) > 1:
-        shown = "; ".join(
-            f"{label} ({units.count_of(len(run), 'file')})" for label, run in list(zip(labels, runs, strict=True))[:6]
+        listing = "; ".join(
+            f"{label} ({units.format_quantity(len(run), 'file')})"
+            for label, run in list(zip(labels, runs, strict=True))[:6]
         )
         folders = {source.capture for source in runs[0]}
-        folder = folders.pop() if len(folders) == 1 else None
-        of_first = [str(folder)] if folder is not None else [str(source.path) for source in runs[0][:8]]
+        directory = folders.pop() if len(folders) == 1 else None
+        first_paths = [str(directory)] if directory is not None else [str(source.path) for source in runs[0][:8]]
         raise UsageError(
-            f"the inputs hold {len(runs)} runs, expected one: {shown}{'; ...' if len(runs) > 6 else ''}",
+            f"the inputs hold {len(runs)} runs, expected one: {listing}{'; ...' if len(runs) > 6 else ''}",
             slug="several-runs",
             where=", ".join(str(path) for path in paths[:3]),
-            hint=f"give the files of one run, as in: traceloom report {shlex.join(of_first)}",
+            hint=f"give the files of one run, as in: traceloom report {shlex.join(first_paths)}",
         )
-    loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
+    loaded = _load_sessions(discovered, runs, labels, refused, cache=cache, progress=progress)
     return loaded.runs[0]
 
 
@@ -353,9 +358,9 @@ def fetch_remote(paths: tuple[AnyPath, ...], *, cache: bool) -> tuple[AnyPath, .
     """The paths, with local copies of what lies elsewhere."""
     if not any(map(is_address, paths)):
         return paths
-    from traceloom.system.remote import local
+    from traceloom.system.remote import fetch_inputs
 
-    return local(paths, cache=cache)
+    return fetch_inputs(paths, cache=cache)
 
 
 def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> list[Session]:
@@ -379,9 +384,9 @@ def load_inputs(
         UsageError: `too-many-files`: there are more than `most`.
     """
     paths = fetch_remote(paths, cache=cache)
-    discovered, runs, labels, refused = _plan(paths, ranks, most)
+    discovered, runs, labels, refused = _find_runs(paths, ranks, most)
     _check_number([source for run in runs for source in run], most)
-    loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
+    loaded = _load_sessions(discovered, runs, labels, refused, cache=cache, progress=progress)
     loaded_ranks = {rank for session in loaded.runs for rank in session.ranks}
     # What a file says at its beginning may be corrected at its end.
     if ranks is None or loaded_ranks >= set(ranks):
@@ -389,18 +394,18 @@ def load_inputs(
     return load_inputs(*paths, cache=cache, progress=progress, most=most)
 
 
-def _check_number(inputs: list[InputFile], most: int | None) -> None:
-    if most is not None and len(inputs) > most:
+def _check_number(inputs: list[InputFile], max_files: int | None) -> None:
+    if max_files is not None and len(inputs) > max_files:
         raise UsageError(
-            f"the inputs hold {len(inputs):,} traces; at most {most:,} are read together",
+            f"the inputs hold {len(inputs):,} traces; at most {max_files:,} are read together",
             slug="too-many-files",
             where=str(inputs[0].path.parent),
             hint="choose some ranks, as with --rank 0,1,2,3, or give fewer files",
         )
 
 
-def _plan(
-    paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None, most: int | None = None
+def _find_runs(
+    paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None, max_files: int | None = None
 ) -> tuple[InputSet, list[list[InputFile]], list[str], list[InputError]]:
     """The files of each run (of these ranks, where given), and what was refused."""
     if not paths:
@@ -408,22 +413,22 @@ def _plan(
     path_texts = tuple(os.fspath(path) for path in paths)
     discovered = find(path_texts)
     if len(discovered.inputs) == 1:
-        note_input(discovered.inputs[0].path)
+        remember_input(discovered.inputs[0].path)
         return discovered, [discovered.inputs], [path_texts[0]], []
     if any(str(source.path) == "-" for source in discovered.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
     if ranks is None:
-        _check_number(discovered.inputs, most)  # at once: even their beginnings take a while
+        _check_number(discovered.inputs, max_files)  # at once: even their beginnings take a while
     peeks: list[FileHead] = []
     refused: list[InputError] = []
     for source in discovered.inputs:
         try:
-            peeks.append(source_of(source.path).peek(source))
+            peeks.append(detect_source(source.path).peek(source))
         except InputError as error:
-            if not source.given and source.capture is None and error.slug in _BESIDE:
+            if not source.given and source.capture is None and error.slug in _IGNORED_ERRORS:
                 continue
             refused.append(error)
-        note_input(source.path)
+        remember_input(source.path)
     if not peeks:
         raise (
             refused[0]
@@ -434,14 +439,14 @@ def _plan(
                 where=", ".join(path_texts),
             )
         )
-    runs = group(peeks)
-    chosen = runs
+    runs = split_into_runs(peeks)
+    selected = runs
     if ranks is not None:  # all files of a run where none may be of these ranks
-        chosen = [[peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs]
-    return discovered, [[peek.source for peek in run] for run in chosen], name_runs(runs, path_texts), refused
+        selected = [[peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs]
+    return discovered, [[peek.source for peek in run] for run in selected], choose_run_names(runs, path_texts), refused
 
 
-def _loaded(
+def _load_sessions(
     discovered: InputSet,
     runs: list[list[InputFile]],
     labels: list[str],
@@ -450,14 +455,14 @@ def _loaded(
     cache: bool,
     progress: Report | None,
 ) -> Loaded:
-    every = [source for run in runs for source in run]
-    results = read_all(every, cache=Cache() if cache else None, report=progress)
+    all_sources = [source for run in runs for source in run]
+    results = read_all(all_sources, cache=Cache() if cache else None, report=progress)
     sessions: list[Session] = []
     refused = list(refused)
-    at = 0
+    offset = 0
     for run, label in zip(runs, labels, strict=True):
-        run_results = results[at : at + len(run)]
-        at += len(run)
+        run_results = results[offset : offset + len(run)]
+        offset += len(run)
         refused += [result for result in run_results if isinstance(result, InputError)]
         traces = [result for result in run_results if isinstance(result, Trace)]
         if not traces:
@@ -471,14 +476,14 @@ def _loaded(
                 text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
                 notices.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
         document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
-        jobs = {job_of(source.entry) for source in run if source.entry is not None}
+        jobs = {identify_job(source.entry) for source in run if source.entry is not None}
         capture = None if document is None else filter_by_job(document, jobs)
-        for folder in dict.fromkeys(source.capture for source in run if source.capture is not None):
-            notices += discovered.notices.get(folder, [])
-        samples, of_samples = read_stacks(traces)
-        telemetry, of_telemetry = read_telemetry(traces)
-        allocations, of_allocations = read_allocations(traces)
-        notices += of_samples + of_telemetry + of_allocations
+        for directory in dict.fromkeys(source.capture for source in run if source.capture is not None):
+            notices += discovered.notices.get(directory, [])
+        samples, sample_notices = read_stacks(traces)
+        telemetry, telemetry_notices = read_telemetry(traces)
+        allocations, allocation_notices = read_allocations(traces)
+        notices += sample_notices + telemetry_notices + allocation_notices
         session = Session(tuple(traces), restore_addresses(label), capture, tuple(notices))
         sessions.append(replace(session, samples=samples, telemetry=telemetry, allocations=allocations))
     if not sessions:

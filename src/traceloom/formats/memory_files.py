@@ -19,20 +19,26 @@ import numpy as np
 import polars as pl
 
 from traceloom.errors import InputError, other_version, unreadable
-from traceloom.formats.inputs import head_of
+from traceloom.formats.inputs import read_first_bytes
 from traceloom.system.files import read_small
 from traceloom.system.gzip_stream import GzipStream, open_file
 from traceloom.trace.array_types import Ints
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import BLOCKS, ENTRIES, SEGMENTS, Frame, Snapshot
+from traceloom.trace.session import (
+    SNAPSHOT_BLOCKS_SCHEMA,
+    SNAPSHOT_ENTRIES_SCHEMA,
+    SNAPSHOT_SEGMENTS_SCHEMA,
+    MemorySnapshot,
+    StackFrame,
+)
 from traceloom.trace.trace import Trace
 
 FORMAT = "traceloom-allocations"
 _VERSION = 1
-_MOST_BYTES = 1 << 30  # of text
-_LARGEST = 1 << 62
-_MOST_FRAMES = 512
-_MOST_NAME = 1000
+_MAX_ALLOCATIONS_BYTES = 1 << 30  # of text
+_MAX_INTEGER = 1 << 62
+_MAX_FRAMES = 512
+_MAX_NAME_LENGTH = 1000
 
 
 class _Document(msgspec.Struct):
@@ -60,7 +66,7 @@ class _AllocationsFile(GzipStream):
     BOMB_BYTES = 1 << 24
 
 
-def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
+def read_allocations(path: str | Path) -> tuple[int | None, list[MemorySnapshot]]:
     """Read a file of allocations.
 
     Returns:
@@ -70,9 +76,10 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
     Raises:
         InputError: `unreadable`, `gzip-bomb`, `other-version`; `damaged-allocations`: cut, or not as it should be.
     """
-    document = _document(path)
-    frames: list[Frame] = [
-        (file[:_MOST_NAME] if line else "", line, name[:_MOST_NAME] or "?") for name, file, line in document.frames
+    document = _read_document(path)
+    frames: list[StackFrame] = [
+        (file[:_MAX_NAME_LENGTH] if line else "", line, name[:_MAX_NAME_LENGTH] or "?")
+        for name, file, line in document.frames
     ]
     stacks = ((), *(tuple(frames[row] for row in stack) for stack in document.stacks))
     allocator = {device.partition(":")[0] for _, _, _, _, device, *_ in document.events if ":" in device}
@@ -92,62 +99,62 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
         text = f"{document.without_stack:,} allocations came too quickly for their stacks to be taken: they have none"
         notices.append(Notice("sampled-stacks", "info", text, count=document.without_stack))
     if document.without_python is not None:
-        text = f"stacks have no lines of Python: {document.without_python[:_MOST_NAME]}"
+        text = f"stacks have no lines of Python: {document.without_python[:_MAX_NAME_LENGTH]}"
         notices.append(Notice("no-python-lines", "info", text))
     return document.rank, [
-        Snapshot(
-            str(path), pl.DataFrame(rows, schema=ENTRIES, orient="row"), pl.DataFrame(schema=SEGMENTS),
-            pl.DataFrame(schema=BLOCKS), stacks, tuple(notices), kind,
+        MemorySnapshot(
+            str(path), pl.DataFrame(rows, schema=SNAPSHOT_ENTRIES_SCHEMA, orient="row"), pl.DataFrame(schema=SNAPSHOT_SEGMENTS_SCHEMA),
+            pl.DataFrame(schema=SNAPSHOT_BLOCKS_SCHEMA), stacks, tuple(notices), kind,
         )
         for kind, rows in columns.items()
     ]  # fmt: skip
 
 
-def _document(path: str | Path) -> _Document:
+def _read_document(path: str | Path) -> _Document:
     with open_file(path) as stream:
         file = _AllocationsFile(stream)
-        text = file.whole(_MOST_BYTES, "file", path)
+        text = file.whole(_MAX_ALLOCATIONS_BYTES, "file", path)
     if file.damage:
-        raise _damaged(path, "its gzip is cut or damaged")
+        raise _make_damage_error(path, "its gzip is cut or damaged")
     try:
         document = msgspec.json.decode(text, type=_Document)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _damaged(path, str(error)[:200]) from error
+        raise _make_damage_error(path, str(error)[:200]) from error
     if document.format != FORMAT:
-        raise _damaged(path, f"its format is not `{FORMAT}`")
+        raise _make_damage_error(path, f"its format is not `{FORMAT}`")
     if document.version != _VERSION:
         raise other_version("file of allocations", document.version, _VERSION, path)
     frames, stacks = range(len(document.frames)), range(-1, len(document.stacks))
     if any(not 0 <= line < 1 << 31 for _, _, line in document.frames):
-        raise _damaged(path, "a frame has a line that is none")
-    if any(len(stack) > _MOST_FRAMES or any(frame not in frames for frame in stack) for stack in document.stacks):
-        raise _damaged(path, "a stack has frames that are not there")
+        raise _make_damage_error(path, "a frame has a line that is none")
+    if any(len(stack) > _MAX_FRAMES or any(frame not in frames for frame in stack) for stack in document.stacks):
+        raise _make_damage_error(path, "a stack has frames that are not there")
     total = 0
     for time_ns, _, address, size, device, stack, _, _ in document.events:
         total += abs(size)
         number = device.partition(":")[2]
-        right = 0 <= time_ns < _LARGEST and 0 <= address < _LARGEST and size != 0 and stack in stacks
-        if not right or total >= _LARGEST or not (number == "" or (number.isascii() and number.isdigit())):
-            raise _damaged(path, "an event is none")
+        right = 0 <= time_ns < _MAX_INTEGER and 0 <= address < _MAX_INTEGER and size != 0 and stack in stacks
+        if not right or total >= _MAX_INTEGER or not (number == "" or (number.isascii() and number.isdigit())):
+            raise _make_damage_error(path, "an event is none")
         if len(device) > 40 or int(number or 0) >= 1 << 31:
-            raise _damaged(path, "a device is none")
+            raise _make_damage_error(path, "a device is none")
     return document
 
 
-def _damaged(path: str | Path, why: str) -> InputError:
-    return InputError(f"the allocations cannot be read: {why}", slug="damaged-allocations", where=str(path))
+def _make_damage_error(path: str | Path, reason: str) -> InputError:
+    return InputError(f"the allocations cannot be read: {reason}", slug="damaged-allocations", where=str(path))
 
 
 SNAPSHOT, TIMELINE, OUT_OF_MEMORY, ALLOCATIONS = "snapshot", "timeline", "out of memory", "allocations"
 OOM_FORMAT = "traceloom-out-of-memory"
-MOST_OOM_BYTES = 1 << 26
+MAX_OOM_BYTES = 1 << 26
 _ROWS = re.compile(rb"\[\s*\[\s*-?\d+\s*,\s*-?\d+")
 _STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
 
 
 def detect_kind(path: Path) -> str | None:
     """`SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a trace, no file)."""
-    head = head_of(path)
+    head = read_first_bytes(path)
     if head is None:
         return None
     if head.startswith(b"\x80"):
@@ -169,33 +176,33 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
             `other-version`.
     """
     try:
-        text = read_small(path, MOST_OOM_BYTES)
+        text = read_small(path, MAX_OOM_BYTES)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise _damaged_report(path, f"it has more than {MOST_OOM_BYTES // 10**6} MB") from error
+            raise _make_report_error(path, f"it has more than {MAX_OOM_BYTES // 10**6} MB") from error
         raise unreadable(path, error) from error
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damaged_report(path, "it is cut, or no JSON") from error
+        raise _make_report_error(path, "it is cut, or no JSON") from error
     if not isinstance(document, dict) or document.get("format") != OOM_FORMAT:
-        raise _damaged_report(path, f"its format is not `{OOM_FORMAT}`")
+        raise _make_report_error(path, f"its format is not `{OOM_FORMAT}`")
     version = document.get("version")
     if version != 1:
         raise other_version("report on memory", version, 1, path)
     return document
 
 
-def _damaged_report(path: Path, why: str) -> InputError:
-    return InputError(f"the report on memory cannot be read: {why}", slug="damaged-memory-report", where=str(path))
+def _make_report_error(path: Path, reason: str) -> InputError:
+    return InputError(f"the report on memory cannot be read: {reason}", slug="damaged-memory-report", where=str(path))
 
 
-def whole(value: Any) -> int | None:
+def parse_integer(value: Any) -> int | None:
     """An integer that a column can hold; None for anything else."""
     return value if type(value) is int and abs(value) < 1 << 62 else None
 
 
-def rank_of(path: Path) -> int | None:
+def parse_rank(path: Path) -> int | None:
     """The rank in a file's name, as the recorder writes it."""
     match = re.match(r"rank(\d+)", path.name)
     return int(match[1]) if match else None
@@ -221,7 +228,7 @@ CATEGORIES = (
 )  # fmt: skip
 ACTIONS = {1: "preexisting", 2: "create", 3: "increment_version", 4: "destroy"}
 PREEXISTING, CREATE, INCREMENT_VERSION, DESTROY = ACTIONS
-MOST_BYTES = 1 << 30  # of text
+MAX_TIMELINE_BYTES = 1 << 30  # of text
 
 
 @dataclass(frozen=True)
@@ -263,40 +270,42 @@ def read_timeline(path: str | Path) -> MemoryTimeline:
     """
     with open_file(path) as stream:
         file = _TimelineFile(stream)
-        text = file.whole(MOST_BYTES, "timeline", path)
+        text = file.whole(MAX_TIMELINE_BYTES, "timeline", path)
     if file.damage:
-        raise _bad(path, "its gzip is cut or damaged")
+        raise _make_timeline_error(path, "its gzip is cut or damaged")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _bad(path, "it is cut, or no JSON") from error
-    return timeline_of(document, str(path))
+        raise _make_timeline_error(path, "it is cut, or no JSON") from error
+    return parse_timeline(document, str(path))
 
 
-def timeline_of(document: Any, path: str) -> MemoryTimeline:
+def parse_timeline(document: Any, path: str) -> MemoryTimeline:
     """The timeline in a JSON document; see `read_timeline`."""
     if not isinstance(document, list) or not document:
-        raise _bad(path, "it holds no list of rows")
-    if len(document) == 2 and all(isinstance(part, list) and part for part in document) and _are_rows(document[1], 9):
+        raise _make_timeline_error(path, "it holds no list of rows")
+    if len(document) == 2 and all(isinstance(part, list) and part for part in document) and _is_table(document[1], 9):
         times, sizes = document
-        if len(times) != len(sizes) or not _are_rows([times], len(times)):
-            raise _bad(path, "it has other numbers of times and of levels")
-        if max(abs(value) for value in times) > _LARGEST // 1000:
-            raise _bad(path, "its times are no microseconds")
+        if len(times) != len(sizes) or not _is_table([times], len(times)):
+            raise _make_timeline_error(path, "it has other numbers of times and of levels")
+        if max(abs(value) for value in times) > _MAX_INTEGER // 1000:
+            raise _make_timeline_error(path, "its times are no microseconds")
         time = np.array(times, dtype=np.int64) * 1000
         levels = np.array(sizes, dtype=np.int64).T[1:]
         order = np.argsort(time, kind="stable")
         return MemoryTimeline(path, False, time[order], levels[:, order], 0, 0, 0)
-    if not _are_rows(document, 4):
-        raise _bad(path, "expected rows of [time, action, bytes, category]")
+    if not _is_table(document, 4):
+        raise _make_timeline_error(path, "expected rows of [time, action, bytes, category]")
     rows = np.array(document, dtype=np.int64)
     time, action, size, category = rows.T
     if (category < 0).any() or (category >= len(CATEGORIES)).any():
-        raise _bad(path, f"categories are numbered 0 to {len(CATEGORIES) - 1}, found {int(category.max())}")
+        raise _make_timeline_error(
+            path, f"categories are numbered 0 to {len(CATEGORIES) - 1}, found {int(category.max())}"
+        )
     if not np.isin(action, list(ACTIONS)).all():
-        raise _bad(path, "actions are numbered 1 to 4")
-    if np.abs(size.astype(np.float64)).sum() >= _LARGEST:
-        raise _bad(path, "its sizes are larger than any memory")
+        raise _make_timeline_error(path, "actions are numbered 1 to 4")
+    if np.abs(size.astype(np.float64)).sum() >= _MAX_INTEGER:
+        raise _make_timeline_error(path, "its sizes are larger than any memory")
     change = np.zeros((len(CATEGORIES), rows.shape[0]), dtype=np.int64)
     early = time < 0
     order = np.argsort(np.where(early, -1, time), kind="stable")
@@ -308,19 +317,19 @@ def timeline_of(document: Any, path: str) -> MemoryTimeline:
     )  # fmt: skip
 
 
-def _are_rows(rows: Any, width: int) -> bool:
+def _is_table(rows: Any, width: int) -> bool:
     """Whether these are lists of so many integers."""
     return isinstance(rows, list) and all(
         isinstance(row, list)
         and len(row) == width
-        and all(type(value) is int and -_LARGEST < value < _LARGEST for value in row)
+        and all(type(value) is int and -_MAX_INTEGER < value < _MAX_INTEGER for value in row)
         for row in rows
     )
 
 
-def _bad(path: str | Path, why: str) -> InputError:
+def _make_timeline_error(path: str | Path, reason: str) -> InputError:
     return InputError(
-        f"the memory timeline cannot be read: {why}",
+        f"the memory timeline cannot be read: {reason}",
         slug="not-a-memory-timeline",
         where=str(path),
         hint="write it with profiler.export_memory_timeline(path) as .raw.json.gz or .json",

@@ -24,18 +24,25 @@ from traceloom.errors import InputError, unreadable
 from traceloom.system.files import read_small
 from traceloom.system.process import pause_gc
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import ACTIONS, BLOCKS, ENTRIES, SEGMENTS, Frame, Snapshot
+from traceloom.trace.session import (
+    SNAPSHOT_ACTIONS,
+    SNAPSHOT_BLOCKS_SCHEMA,
+    SNAPSHOT_ENTRIES_SCHEMA,
+    SNAPSHOT_SEGMENTS_SCHEMA,
+    MemorySnapshot,
+    StackFrame,
+)
 
-MOST_BYTES = 1 << 30
-_LEAST_PER_OBJECT = 8  # bytes of file; whoever needs fewer makes objects out of nothing
-_SLACK = 10_000
-_MOST_DIGITS = 16  # bytes of an integer
+MAX_BYTES = 1 << 30
+_MIN_BYTES_PER_OBJECT = 8  # bytes of file; whoever needs fewer makes objects out of nothing
+_EXTRA_OBJECTS = 10_000
+_MAX_INTEGER_BYTES = 16  # bytes of an integer
 _INTEGER = rb"(?:K.|M..|J.{4})"
-_LONG_INTEGERS = b"|".join(re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MOST_DIGITS + 1))
+_LONG_INTEGERS = b"|".join(re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MAX_INTEGER_BYTES + 1))
 # Instructions of a known length that make little: marks, appending, setting, constants, numbers, the memo up to 255,
 # frames, versions; and tuples. Runs are limited since `re` remembers where it could go back to. Making the expression
 # takes longer than loading this module, and most traces have no pickle beside them.
-_PLAIN = (
+_SAFE_OPCODES = (
     rb"(?:[(aesuN)0\x88\x89]|[hq].|j.{4}|[G\x95].{8}|\x80[\x02-\x05]|\x8a(?:%b)"
     rb"|%b(?:\x85\x94?|%b(?:[\x85\x86]\x94?|%b{1,1000}(?:[\x85-\x87]\x94?)?)?)?){0,1000}"
 ) % (_LONG_INTEGERS, _INTEGER, _INTEGER, _INTEGER)
@@ -43,7 +50,7 @@ _SIZE_BYTES = {0x8C: 1, ord("X"): 4, 0x8D: 8, ord("C"): 1, ord("B"): 4}  # of th
 _TEXTS = (0x8C, ord("X"), 0x8D)
 _LONE_SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 # Instructions that name, make or call objects of classes.
-_CODE = {
+_CODE_OPCODES = {
     ord("c"): "GLOBAL", 0x93: "STACK_GLOBAL", ord("R"): "REDUCE", ord("b"): "BUILD", ord("i"): "INST",
     ord("o"): "OBJ", 0x81: "NEWOBJ", 0x92: "NEWOBJ_EX", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", ord("P"): "PERSID",
     ord("Q"): "BINPERSID",
@@ -67,122 +74,124 @@ def load(path: str | Path) -> tuple[Any, int]:
     file_path = Path(path)
     try:
         size = file_path.stat().st_size
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise InputError(
-                f"the pickle has {size / 1e9:.1f} GB; up to {MOST_BYTES / 1e9:.1f} GB are read",
+                f"the pickle has {size / 1e9:.1f} GB; up to {MAX_BYTES / 1e9:.1f} GB are read",
                 slug="pickle-too-large",
                 where=str(path),
                 hint="record a shorter history (max_entries of torch.cuda.memory._record_memory_history)",
             )
-        data = read_small(file_path, MOST_BYTES)
+        data = read_small(file_path, MAX_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
-    return loads(data, str(path))
+    return load_bytes(data, str(path))
 
 
-def loads(data: bytes, where: str = "") -> tuple[Any, int]:
+def load_bytes(data: bytes, location: str = "") -> tuple[Any, int]:
     """The data of a pickle; see `load`."""
-    data, replaced = _checked(data, where)
+    data, replaced = _validate_pickle(data, location)
     try:
         with pause_gc():
             return _Unpickler(io.BytesIO(data)).load(), replaced
     except Exception as error:  # instructions that do not fit together fail in many ways
-        raise _damaged("its instructions do not fit together", where) from error
+        raise _make_damage_error("its instructions do not fit together", location) from error
 
 
-def _checked(data: bytes, where: str) -> tuple[bytes, int]:
+def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
     """The pickle with valid texts, and how many of them were replaced.
 
     Raises:
         InputError: `pickle-with-code`, `pickle-damaged`.
     """
     if data[:1] != b"\x80":
-        raise _damaged("it does not begin as one", where)
-    most, made, at = len(data) // _LEAST_PER_OBJECT + _SLACK, 0, 0
+        raise _make_damage_error("it does not begin as one", location)
+    max_objects, object_count, position = len(data) // _MIN_BYTES_PER_OBJECT + _EXTRA_OBJECTS, 0, 0
     replaced: dict[int, bytes] = {}
-    names, plain = [b"", b""], re.compile(_PLAIN, re.DOTALL)
+    names, safe_opcodes = [b"", b""], re.compile(_SAFE_OPCODES, re.DOTALL)
     while True:
-        begin = at
-        at = plain.match(data, at).end()  # type: ignore[union-attr]  # it matches nothing, too
-        if at == len(data):
-            raise _damaged("it is cut", where, at)
-        code = data[at]
+        start = position
+        position = safe_opcodes.match(data, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+        if position == len(data):
+            raise _make_damage_error("it is cut", location, position)
+        code = data[position]
         if code == ord("."):
             break
         if code in (ord("}"), ord("]")):
-            at += 1
+            position += 1
         elif code in _SIZE_BYTES:
-            low = at + 1 + _SIZE_BYTES[code]
-            at = low + int.from_bytes(data[at + 1 : low], "little")
-            if at > len(data):
-                raise _damaged("it is cut", where, len(data))
+            low = position + 1 + _SIZE_BYTES[code]
+            position = low + int.from_bytes(data[position + 1 : low], "little")
+            if position > len(data):
+                raise _make_damage_error("it is cut", location, len(data))
             if code in _TEXTS:
-                names = [names[1], data[low : min(at, low + 80)]]
-                valid, count = _LONE_SURROGATE.subn(b"\xef\xbf\xbd", data[low:at])  # U+FFFD, as long
+                names = [names[1], data[low : min(position, low + 80)]]
+                valid, count = _LONE_SURROGATE.subn(b"\xef\xbf\xbd", data[low:position])  # U+FFFD, as long
                 if count:
                     replaced[low] = valid
-        elif code == ord("r") and int.from_bytes(data[at + 1 : at + 5], "little") < len(data):
-            at += 5
+        elif code == ord("r") and int.from_bytes(data[position + 1 : position + 5], "little") < len(data):
+            position += 5
             continue
-        elif code in _CODE:
+        elif code in _CODE_OPCODES:
             # Say what is asked for, as far as it can be said harmlessly.
-            name = _CODE[code].encode()
+            name = _CODE_OPCODES[code].encode()
             if code == ord("c"):
-                name = b".".join(data[at + 1 : at + 200].split(b"\n")[:2])
+                name = b".".join(data[position + 1 : position + 200].split(b"\n")[:2])
             elif code == 0x93:
                 name = b".".join(names)
-            shown = "".join(letter if letter.isprintable() else "?" for letter in name.decode("utf-8", "replace")[:80])
+            printable_name = "".join(
+                letter if letter.isprintable() else "?" for letter in name.decode("utf-8", "replace")[:80]
+            )
             raise InputError(
-                f"the pickle asks for code{f' ({shown})' if shown else ''}, which no snapshot needs; "
+                f"the pickle asks for code{f' ({printable_name})' if printable_name else ''}, which no snapshot needs; "
                 "nothing of it was run",
                 slug="pickle-with-code",
-                where=where,
+                where=location,
                 hint="do not open this file with anything else, unless you trust who made it",
             )
-        elif at == begin:
-            raise _damaged(f"instruction {code} belongs to no plain data", where, at)
+        elif position == start:
+            raise _make_damage_error(f"instruction {code} belongs to no plain data", location, position)
         else:
             continue
-        made += 1
-        if made > most:
-            raise _damaged("it makes more objects than its size allows", where, at)
-        at += data[at : at + 1] == b"\x94"  # what was made gets the next number of the memo
+        object_count += 1
+        if object_count > max_objects:
+            raise _make_damage_error("it makes more objects than its size allows", location, position)
+        position += data[position : position + 1] == b"\x94"  # what was made gets the next number of the memo
     if replaced:
-        whole = bytearray(data)
+        patched = bytearray(data)
         for low, valid in replaced.items():
-            whole[low : low + len(valid)] = valid
-        data = bytes(whole)
+            patched[low : low + len(valid)] = valid
+        data = bytes(patched)
     return data, len(replaced)
 
 
-def _damaged(why: str, where: str, at: int | None = None) -> InputError:
+def _make_damage_error(reason: str, location: str, offset: int | None = None) -> InputError:
     return InputError(
-        f"the pickle cannot be read: {why}{'' if at is None else f' (byte {at})'}",
+        f"the pickle cannot be read: {reason}{'' if offset is None else f' (byte {offset})'}",
         slug="pickle-damaged",
-        where=where,
+        where=location,
         hint="write the snapshot again",
     )
 
 
-_MOST_FRAMES = 512
-_LEAST_PER_ROW = 16  # bytes of file; an entry has five values or more, and their keys
+_MAX_FRAMES = 512
+_MIN_BYTES_PER_ROW = 16  # bytes of file; an entry has five values or more, and their keys
 _FRAMES_PER_ROW = 8  # a frame that is known takes two bytes
 _FEW_ROWS = 100_000
-_LARGEST = 1 << 62
-_LATEST_US = _LARGEST // 1000
+_MAX_INTEGER = 1 << 62
+_MAX_TIME_US = _MAX_INTEGER // 1000
 
 
-def read_snapshot(path: str | Path) -> Snapshot:
+def read_snapshot(path: str | Path) -> MemorySnapshot:
     """Read a snapshot; nothing in the file is run.
 
     Raises:
         InputError: as `traceloom.formats.memory_snapshot.load`; `not-a-snapshot`, where the pickle holds something else.
     """
     document, replaced = load(path)
-    return snapshot_of(document, str(path), replaced, Path(path).stat().st_size)
+    return parse_snapshot(document, str(path), replaced, Path(path).stat().st_size)
 
 
-def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = None) -> Snapshot:
+def parse_snapshot(document: Any, path: str, replaced: int = 0, size: int | None = None) -> MemorySnapshot:
     """The snapshot in the data of a pickle; see `read_snapshot`.
 
     Args:
@@ -191,9 +200,9 @@ def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = 
         replaced: How many texts of it were replaced.
         size: Bytes of the file. Objects in a pickle may be shared without end; what is made of them is limited by this.
     """
-    whole = {"segments": document} if isinstance(document, list) else document
-    traces = whole.get("device_traces", []) if isinstance(whole, dict) else None
-    segments = whole.get("segments", []) if isinstance(whole, dict) else None
+    snapshot = {"segments": document} if isinstance(document, list) else document
+    traces = snapshot.get("device_traces", []) if isinstance(snapshot, dict) else None
+    segments = snapshot.get("segments", []) if isinstance(snapshot, dict) else None
     if not isinstance(traces, list) or not isinstance(segments, list) or not (traces or segments):
         raise InputError(
             "the pickle holds no memory snapshot (no `segments` or `device_traces`)",
@@ -201,7 +210,7 @@ def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = 
             where=path,
             hint="make one with torch.cuda.memory._dump_snapshot(), or with traceloom record --memory",
         )
-    reader = _Reader(path, None if size is None else size // _LEAST_PER_ROW + _FEW_ROWS)
+    reader = _Reader(path, None if size is None else size // _MIN_BYTES_PER_ROW + _FEW_ROWS)
     for device, trace in enumerate(traces):
         reader.history(device, trace)
     for segment in segments:
@@ -213,11 +222,11 @@ def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = 
     if replaced:
         text = f"{replaced} texts of the snapshot hold halves of surrogate pairs, which are replaced by U+FFFD"
         notices += (Notice("replaced-text", "warning", text, count=replaced),)
-    return Snapshot(
+    return MemorySnapshot(
         path,
-        pl.DataFrame(reader.entries, schema=ENTRIES, orient="col"),
-        pl.DataFrame(reader.segments, schema=SEGMENTS, orient="row"),
-        pl.DataFrame(reader.blocks, schema=BLOCKS, orient="row"),
+        pl.DataFrame(reader.entries, schema=SNAPSHOT_ENTRIES_SCHEMA, orient="col"),
+        pl.DataFrame(reader.segments, schema=SNAPSHOT_SEGMENTS_SCHEMA, orient="row"),
+        pl.DataFrame(reader.blocks, schema=SNAPSHOT_BLOCKS_SCHEMA, orient="row"),
         tuple(reader.stacks),
         notices,
     )
@@ -226,17 +235,17 @@ def snapshot_of(document: Any, path: str, replaced: int = 0, size: int | None = 
 class _Reader:
     """Turns objects into columns; what does not fit is counted."""
 
-    def __init__(self, path: str, most: int | None) -> None:
-        self._path, self._most, self._rows = path, most, 0
+    def __init__(self, path: str, max_rows: int | None) -> None:
+        self._path, self._most, self._rows = path, max_rows, 0
         self._by_list: dict[int, int] = {}  # lists of frames are shared, too
         self.odd = 0
         self._total = 0
-        self.entries: list[list[Any]] = [[] for _ in ENTRIES]
+        self.entries: list[list[Any]] = [[] for _ in SNAPSHOT_ENTRIES_SCHEMA]
         self.segments: list[tuple[Any, ...]] = []
         self.blocks: list[tuple[Any, ...]] = []
-        self.stacks: list[tuple[Frame, ...]] = [()]
-        self._frames: list[Frame] = []
-        self._frame_numbers: dict[Frame, int] = {}
+        self.stacks: list[tuple[StackFrame, ...]] = [()]
+        self._frames: list[StackFrame] = []
+        self._frame_numbers: dict[StackFrame, int] = {}
         self._seen: dict[int, int] = {}  # frames are shared: by identity
         self._stack: dict[tuple[int, ...], int] = {(): 0}
 
@@ -254,8 +263,8 @@ class _Reader:
             action, size, time = entry.get("action"), entry.get("size", 0), entry.get("time_us")
             address = entry.get("device_free" if action == "oom" else "addr", 0)
             known_action = type(action) is str and action in _KNOWN
-            timed = time is None or (_is_size(time) and time < _LATEST_US)
-            if not (known_action and timed and _is_size(address) and self.credible(size)):
+            valid_time = time is None or (_is_size(time) and time < _MAX_TIME_US)
+            if not (known_action and valid_time and _is_size(address) and self.credible(size)):
                 self.odd += 1
                 continue
             devices.append(device)
@@ -273,11 +282,11 @@ class _Reader:
         address: Any
         device, address, size = segment.get("device", 0), segment.get("address"), segment.get("total_size")
         blocks = segment.get("blocks")
-        good = _is_size(address) and self.credible(size) and _is_size(device) and device < 1 << 31
-        if not good or not isinstance(blocks, list):
+        valid = _is_size(address) and self.credible(size) and _is_size(device) and device < 1 << 31
+        if not valid or not isinstance(blocks, list):
             self.odd += 1
             return
-        number, at = len(self.segments), address
+        number, next_address = len(self.segments), address
         stream = segment.get("stream", 0)
         self.segments.append((device, address, size, stream if _is_size(stream) else 0))
         self.count(len(blocks))
@@ -287,22 +296,22 @@ class _Reader:
             if not self.credible(block_size) or not isinstance(state, str):
                 self.odd += 1
                 continue
-            block_address = block.get("address", at)
+            block_address = block.get("address", next_address)
             requested = block.get("requested_size", block_size)
             history = block.get("history")
             last = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else block
             requested = last.get("real_size", requested) if last is not block else requested
             self.blocks.append(
                 (
-                    device, number, block_address if _is_size(block_address) else at, block_size,
+                    device, number, block_address if _is_size(block_address) else next_address, block_size,
                     requested if _is_size(requested) else block_size, state, self.stack_of(last.get("frames")),
                 )
             )  # fmt: skip
-            at += block_size
+            next_address += block_size
 
     def credible(self, size: Any) -> bool:
         """Whether it is a size, and all sizes together are one."""
-        if not _is_size(size) or self._total + size >= _LARGEST:
+        if not _is_size(size) or self._total + size >= _MAX_INTEGER:
             return False
         self._total += size
         return True
@@ -314,14 +323,14 @@ class _Reader:
         cached = self._by_list.get(id(frames))
         if cached is not None:
             return cached
-        seen, kept = self._seen, frames[:_MOST_FRAMES]
+        known_frames, retained = self._seen, frames[:_MAX_FRAMES]
         try:
-            key = tuple([seen[id(frame)] for frame in kept])
+            key = tuple([known_frames[id(frame)] for frame in retained])
         except KeyError:
-            for frame in kept:  # the document keeps its object alive as long as the reader
-                if id(frame) in seen:
+            for frame in retained:  # the document keeps its object alive as long as the reader
+                if id(frame) in known_frames:
                     continue
-                location: Frame = ("", 0, "?")
+                location: StackFrame = ("", 0, "?")
                 if isinstance(frame, dict):
                     # What is no text is not spelled out, since it may be huge.
                     file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
@@ -330,10 +339,10 @@ class _Reader:
                         line if isinstance(line, int) and _is_size(line) else 0,
                         (name[:1000] if isinstance(name, str) else "") or "?",
                     )
-                seen[id(frame)] = self._frame_numbers.setdefault(location, len(self._frames))
-                if seen[id(frame)] == len(self._frames):
+                known_frames[id(frame)] = self._frame_numbers.setdefault(location, len(self._frames))
+                if known_frames[id(frame)] == len(self._frames):
                     self._frames.append(location)
-            key = tuple([seen[id(frame)] for frame in kept])
+            key = tuple([known_frames[id(frame)] for frame in retained])
         number = self._stack.get(key)
         if number is None:
             number = self._stack[key] = len(self.stacks)
@@ -357,8 +366,8 @@ class _Reader:
             )
 
 
-_KNOWN = frozenset(ACTIONS)
+_KNOWN = frozenset(SNAPSHOT_ACTIONS)
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
+    return type(value) is int and 0 <= value < _MAX_INTEGER

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from traceloom.formats.kineto_fields import decode_loosely
-from traceloom.formats.resync import MALFORMED, EntryFormat, Recovery, Span
+from traceloom.formats.resync import PARSE_ERRORS, EntryFormat, EntryRecovery, Span
 
 _KEYS = ("ph", "name", "cat", "args", "pid", "tid", "ts", "dur", "id", "s", "bp")
 _KEY = b"|".join(key.encode() for key in _KEYS)
@@ -40,22 +40,22 @@ _CLOSES_VALUE = re.compile(r'"\s*(?:[}\]]|,\s*"(?:[^"\\]|\\.)*"\s*:|$)')
 _CLOSES_ITEM = re.compile(r'"\s*(?:\]|,\s*["{\[\-0-9tfnN])')
 
 
-def whole_events(text: bytes) -> int | None:
+def find_complete_end(text: bytes) -> int | None:
     """The end of the last whole object of a list that is cut; None where there is none.
 
     Brackets are counted outside of strings, so it is exact for well-formed text.
     """
-    plain = _ESCAPED.sub(b"__", text)
-    signs = np.frombuffer(plain, dtype=np.uint8)
-    outside = ~np.logical_xor.accumulate(signs == ord('"'))
-    opens = outside & ((signs == ord("{")) | (signs == ord("[")))
-    closes = outside & ((signs == ord("}")) | (signs == ord("]")))
+    unescaped = _ESCAPED.sub(b"__", text)
+    characters = np.frombuffer(unescaped, dtype=np.uint8)
+    unquoted = ~np.logical_xor.accumulate(characters == ord('"'))
+    opens = unquoted & ((characters == ord("{")) | (characters == ord("[")))
+    closes = unquoted & ((characters == ord("}")) | (characters == ord("]")))
     depth = np.cumsum(opens.astype(np.int32) - closes)
-    ends = np.flatnonzero(closes & (depth == 0) & (signs == ord("}")))
-    return int(ends[-1]) + 1 if ends.size else None
+    object_ends = np.flatnonzero(closes & (depth == 0) & (characters == ord("}")))
+    return int(object_ends[-1]) + 1 if object_ends.size else None
 
 
-class EventRecovery(Recovery):
+class EventRecovery(EntryRecovery):
     """Keeps every whole event of a malformed stretch, as decoded structs.
 
     Attributes:
@@ -64,8 +64,8 @@ class EventRecovery(Recovery):
         lengths: Their lengths in bytes.
     """
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.entries: list[Any] = []
         self.offsets: list[int] = []
         self.lengths: list[int] = []
@@ -78,38 +78,38 @@ class EventRecovery(Recovery):
         self.offsets += [start for start, _ in spans]
         self.lengths += [end - start for start, end in spans]
 
-    def take(self, begin: int, end: int, spans: list[Span]) -> None:
+    def take(self, start: int, end: int, spans: list[Span]) -> None:
         """See `Recovery`."""
-        entries, odd = decode_loosely(b"[" + self.text[begin:end] + b"]")
-        if odd:
-            self._note("odd-values", begin, odd)
+        entries, unexpected = decode_loosely(b"[" + self.text[start:end] + b"]")
+        if unexpected:
+            self._note("odd-values", start, unexpected)
         self.keep(entries, spans)
 
-    def mend(self, begin: int, end: int) -> int:
+    def mend(self, start: int, end: int) -> int:
         """Entries of one malformed piece, by ever bolder repairs; none where no repair helps."""
-        whole = repair_event(self.text[begin:end])
-        if not whole:
+        repaired = repair_event(self.text[start:end])
+        if not repaired:
             return 0
         # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
-        text = json.dumps(whole).encode("utf-8", "replace")
+        text = json.dumps(repaired).encode("utf-8", "replace")
         try:
             entries, _ = decode_loosely(text)
-        except MALFORMED:
+        except PARSE_ERRORS:
             try:
                 entries, _ = decode_loosely(_LONE_SURROGATE.sub(b"\\\\ufffd", text))
-            except MALFORMED:
+            except PARSE_ERRORS:
                 return 0
-        self.keep(entries, [(begin, end)])
+        self.keep(entries, [(start, end)])
         return len(entries)
 
 
-def repair_event(piece: bytes, key: str = "ph") -> list[dict[str, Any]]:
+def repair_event(fragment: bytes, key: str = "ph") -> list[dict[str, Any]]:
     """Entries of one malformed piece that have the key, as plain dicts, by ever bolder repairs."""
 
     def finite(number: str) -> float | None:
         return value if math.isfinite(value := float(number)) else None
 
-    text = piece.decode("utf-8", "replace").strip().strip(",")
+    text = fragment.decode("utf-8", "replace").strip().strip(",")
     for repairs in _REPAIRS:
         repaired = text
         for repair in repairs:
@@ -118,45 +118,45 @@ def repair_event(piece: bytes, key: str = "ph") -> list[dict[str, Any]]:
             entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=finite)
         except (ValueError, RecursionError):
             continue
-        whole = [entry for entry in entries if isinstance(entry, dict) and key in entry]
-        if whole:
-            return whole
+        valid_entries = [entry for entry in entries if isinstance(entry, dict) and key in entry]
+        if valid_entries:
+            return valid_entries
     return []
 
 
-def _escapes(text: str) -> str:
+def _repair_escapes(text: str) -> str:
     """A backslash that escapes nothing is meant as a backslash."""
     return _BACKSLASH.sub(lambda match: match[0] if match["good"] else r"\\", text)
 
 
-def _values(text: str) -> str:
+def _repair_values(text: str) -> str:
     """Words that are no JSON values, and values that are missing, become null; spare commas go; outside of strings."""
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
-    for at, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if not part.startswith('"'):
-            parts[at] = _SPARE_COMMA.sub("", _MISSING.sub(" null", _NO_VALUE.sub(r"\1null", part)))
+            parts[index] = _SPARE_COMMA.sub("", _MISSING.sub(" null", _NO_VALUE.sub(r"\1null", part)))
     return "".join(parts)
 
 
-def _strings(text: str) -> str:
+def _repair_strings(text: str) -> str:
     """Quotes inside strings get their backslash: a quote closes a string only where JSON can go on after it."""
     out: list[str] = []
     open_brackets: list[str] = []
-    at, inside, is_key = 0, False, False
-    while at < len(text):
-        char = text[at]
-        if inside:
+    position, in_string, is_key = 0, False, False
+    while position < len(text):
+        char = text[position]
+        if in_string:
             if char == "\\":
-                out.append(text[at : at + 2])
-                at += 2
+                out.append(text[position : position + 2])
+                position += 2
                 continue
             if char == '"':
                 in_list = open_brackets and open_brackets[-1] == "["
                 closing = _CLOSES_KEY if is_key else _CLOSES_ITEM if in_list else _CLOSES_VALUE
-                inside = closing.match(text, at) is None
-                char = '\\"' if inside else '"'
+                in_string = closing.match(text, position) is None
+                char = '\\"' if in_string else '"'
         elif char == '"':
-            inside, is_key = True, False
+            in_string, is_key = True, False
             if open_brackets and open_brackets[-1] != "[":
                 is_key = next((part for part in reversed(out) if part.strip()), "") in "{,"
         elif char in "{[":
@@ -164,15 +164,15 @@ def _strings(text: str) -> str:
         elif char in "}]" and open_brackets:
             open_brackets.pop()
         out.append(char)
-        at += 1
+        position += 1
     return "".join(out)
 
 
 _Repair = Callable[[str], str]
 _REPAIRS: tuple[tuple[_Repair, ...], ...] = (
     (),
-    (_values,),
-    (_escapes, _values),
-    (_strings, _values),
-    (_escapes, _strings, _values),
+    (_repair_values,),
+    (_repair_escapes, _repair_values),
+    (_repair_strings, _repair_values),
+    (_repair_escapes, _repair_strings, _repair_values),
 )

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from traceloom.trace.notice import Notice, NoticeSeverity
 
 
-class _Kind(Struct, frozen=True):
+class _DamageKind(Struct, frozen=True):
     """One kind of damage, and the sentence that tells it."""
 
     slug: str
@@ -26,36 +26,42 @@ class _Kind(Struct, frozen=True):
     words: str
 
 
-_KINDS = (
-    _Kind("cut-file", "error", "the file ends in the middle; every whole {one} before the cut is kept"),
-    _Kind("cut-gzip", "error", "the compressed file ends early; everything before the cut is kept"),
-    _Kind("corrupt-gzip", "error", "the compressed file is corrupt; what can be decompressed before the fault is kept"),
-    _Kind("trailing-bytes", "warning", "the compressed file goes on with bytes that are no gzip; they are left out"),
-    _Kind("lost-events", "error", "malformed beyond repair and left out: {n} {event}"),
-    _Kind(
+_DAMAGE_KINDS = (
+    _DamageKind("cut-file", "error", "the file ends in the middle; every whole {one} before the cut is kept"),
+    _DamageKind("cut-gzip", "error", "the compressed file ends early; everything before the cut is kept"),
+    _DamageKind(
+        "corrupt-gzip", "error", "the compressed file is corrupt; what can be decompressed before the fault is kept"
+    ),
+    _DamageKind(
+        "trailing-bytes", "warning", "the compressed file goes on with bytes that are no gzip; they are left out"
+    ),
+    _DamageKind("lost-events", "error", "malformed beyond repair and left out: {n} {event}"),
+    _DamageKind(
         "repaired-events", "warning", "malformed (escapes, quotes, NaN, control characters) and repaired: {n} {event}"
     ),
-    _Kind(
+    _DamageKind(
         "odd-values", "warning", "values of an unexpected type, left empty where they are no numbers: in {n} {event}"
     ),
-    _Kind(
+    _DamageKind(
         "replaced-text",
         "warning",
         "text beside `{list}` that is none (halves of surrogate pairs), replaced by U+FFFD: in {n} {place}",
     ),
-    _Kind("stray-text", "warning", "text between the entries of `{list}`, left out: in {n} {place}"),
-    _Kind("damaged-metadata", "warning", "malformed beside `{list}` and left out: {n} {place}"),
-    _Kind("duplicate-key", "warning", "standing twice beside `{list}`, where the last one counts: {n} {entry}"),
-    _Kind("missing-time", "error", "without a usable start time and left out: {n} {event}"),
-    _Kind("missing-duration", "warning", "without a usable duration, for which 0 is taken: {n} {event}"),
-    _Kind("unknown-phase", "info", "of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}"),
-    _Kind("text-after-end", "warning", "there is text after the end of the trace; it is left out"),
+    _DamageKind("stray-text", "warning", "text between the entries of `{list}`, left out: in {n} {place}"),
+    _DamageKind("damaged-metadata", "warning", "malformed beside `{list}` and left out: {n} {place}"),
+    _DamageKind("duplicate-key", "warning", "standing twice beside `{list}`, where the last one counts: {n} {entry}"),
+    _DamageKind("missing-time", "error", "without a usable start time and left out: {n} {event}"),
+    _DamageKind("missing-duration", "warning", "without a usable duration, for which 0 is taken: {n} {event}"),
+    _DamageKind(
+        "unknown-phase", "info", "of a phase (`ph`) that is no part of a Kineto trace, and left out: {n} {entry}"
+    ),
+    _DamageKind("text-after-end", "warning", "there is text after the end of the trace; it is left out"),
 )
-_BY_SLUG = {kind.slug: kind for kind in _KINDS}
-_PLURAL = {"event": "events", "node": "nodes", "entry": "entries", "place": "places"}
+_DAMAGE_KIND_BY_SLUG = {kind.slug: kind for kind in _DAMAGE_KINDS}
+_PLURALS = {"event": "events", "node": "nodes", "entry": "entries", "place": "places"}
 
 
-class _Case(Struct):
+class _DamageCount(Struct):
     count: int = 0
     where: str = ""
 
@@ -69,55 +75,57 @@ class DamageLog(Struct):
         list_key: The key of that list.
     """
 
-    cases: dict[str, _Case] = field(default_factory=dict)
+    cases: dict[str, _DamageCount] = field(default_factory=dict)
     entry: str = "event"
     list_key: str = "traceEvents"
 
-    def note(self, slug: str, where: str = "", count: int = 1) -> None:
+    def note(self, slug: str, location: str = "", count: int = 1) -> None:
         """Count a case; the first place is kept."""
-        case = self.cases.setdefault(slug, _Case())
+        case = self.cases.setdefault(slug, _DamageCount())
         case.count += count
-        case.where = case.where or where
+        case.where = case.where or location
 
-    def add(self, later: DamageLog) -> None:
+    def add(self, other: DamageLog) -> None:
         """Count what was found in a later part of the file, too."""
-        for slug, case in later.cases.items():
+        for slug, case in other.cases.items():
             self.note(slug, case.where, case.count)
 
     def notices(self) -> list[Notice]:
         """One notice per kind of damage."""
-        out = []
+        notices = []
         for slug, case in self.cases.items():
-            kind = _BY_SLUG[slug]
+            kind = _DAMAGE_KIND_BY_SLUG[slug]
             count = max(1, case.count)
-            nouns = {singular: singular if count == 1 else plural for singular, plural in _PLURAL.items()}
+            nouns = {singular: singular if count == 1 else plural for singular, plural in _PLURALS.items()}
             nouns |= {"event": nouns[self.entry], "one": self.entry, "list": self.list_key}
             message = kind.words.format(n=f"{count:,}", **nouns)
             if case.where:
                 message += f" (first at {case.where})" if count > 1 else f" (at {case.where})"
-            out.append(Notice(slug, kind.severity, message, count, where=case.where))
-        return out
+            notices.append(Notice(slug, kind.severity, message, count, where=case.where))
+        return notices
 
 
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+PARSE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 Span = tuple[int, int]
 
 # Numbers stay text: nobody looks at them, and a number of a thousand digits takes long.
-_SCANNER = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
-_OPENING = re.compile(r'\{[ \t\r\n]*"')
-_BLANK = re.compile(r"[\s,\0]*")
-_STRAY = re.compile(r"[\s,\]}\0]*")
-_GOES_ON = re.compile(r"[\s,\]\0]*\{")
-_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
-_BYTE = re.compile(r"\(byte (\d+)\)$")
-_CLOSING = re.compile(r'\}\s*(\])\s*(?:,\s*"[^"]{1,64}"\s*:|\}\s*$)')
-_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")  # where a cut one begins
-_NEAR = 1 << 13  # letters in which most entries end
-_TRIED_ENDS = 256  # brackets looked at for the one that closes the list
-_MANY_BRACKETS = re.compile(r"(?:[^\[{]*[\[{]){256}")  # passed over where a value is nested too deep
-_WORK = 32  # how often text is read in vain, on average; beyond, no entries are looked for inside of malformed ones
-_PATIENCE = 1 << 23  # bytes in which the end of a malformed entry is waited for
-_MOST_MENDED = 1 << 20  # bytes of an entry that is worth mending
+_JSON_DECODER = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
+_OBJECT_START = re.compile(r'\{[ \t\r\n]*"')
+_BLANKS_OR_COMMAS = re.compile(r"[\s,\0]*")
+_CLOSERS_OR_BLANKS = re.compile(r"[\s,\]}\0]*")
+_LIST_CONTINUES = re.compile(r"[\s,\]\0]*\{")
+_OBJECT_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
+_ERROR_BYTE_OFFSET = re.compile(r"\(byte (\d+)\)$")
+_LIST_END = re.compile(r'\}\s*(\])\s*(?:,\s*"[^"]{1,64}"\s*:|\}\s*$)')
+_JSON_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")  # where a cut one begins
+_INITIAL_WINDOW_CHARS = 1 << 13  # letters in which most entries end
+_MAX_END_CANDIDATES = 256  # brackets looked at for the one that closes the list
+_DEEP_NESTING = re.compile(r"(?:[^\[{]*[\[{]){256}")  # passed over where a value is nested too deep
+_MAX_REREADS = (
+    32  # how often text is read in vain, on average; beyond, no entries are looked for inside of malformed ones
+)
+_MAX_ENTRY_BYTES = 1 << 23  # bytes in which the end of a malformed entry is waited for
+_MAX_REPAIR_BYTES = 1 << 20  # bytes of an entry that is worth mending
 
 
 class EntryFormat(Struct, frozen=True):
@@ -146,99 +154,99 @@ class JsonScanner:
         form: Of the entries that are looked for.
     """
 
-    def __init__(self, text: bytes, form: EntryFormat) -> None:
+    def __init__(self, text: bytes, entry_format: EntryFormat) -> None:
         self.letters = text.decode("latin-1")  # one letter per byte; the signs of JSON are ASCII
-        self.reaches_end = ""
-        self._form = form
-        self._budget = _WORK * len(text)
-        self._reached = 0
-        self._deep = False  # what was tried last is nested too deep
+        self.open_at_end = ""
+        self._entry_format = entry_format
+        self._budget = _MAX_REREADS * len(text)
+        self._failure_end = 0
+        self._is_too_deep = False  # what was tried last is nested too deep
 
-    def behind_blanks(self, at: int) -> int:
+    def skip_blanks(self, position: int) -> int:
         """The first place from there on that is neither white nor a comma."""
-        match = _BLANK.match(self.letters, at)
-        return match.end() if match else at
+        match = _BLANKS_OR_COMMAS.match(self.letters, position)
+        return match.end() if match else position
 
-    def value(self, at: int) -> tuple[Any, int] | None:
+    def value(self, position: int) -> tuple[Any, int] | None:
         """The value at a place and where it ends; None if it is malformed.
 
         `reaches_end` says whether it may go on behind the text: in a string ("text"), elsewhere ("value"), or not ("").
         """
-        size = _NEAR  # what a decoder says about a fault takes time in line with the text before and behind it
+        size = _INITIAL_WINDOW_CHARS  # what a decoder says about a fault takes time in line with the text before and behind it
         while True:
-            self.reaches_end = ""
-            piece = self.letters[at : at + size]
+            self.open_at_end = ""
+            excerpt = self.letters[position : position + size]
             try:
-                value, end = _SCANNER.raw_decode(piece)
+                value, end = _JSON_DECODER.raw_decode(excerpt)
             except RecursionError:
-                match = _MANY_BRACKETS.match(self.letters, at)
-                self._reached, self._deep = match.end() if match else len(self.letters), True
+                match = _DEEP_NESTING.match(self.letters, position)
+                self._failure_end, self._is_too_deep = match.end() if match else len(self.letters), True
                 return None
             except ValueError as error:
-                reason, reached = str(error), int(getattr(error, "pos", 1))
-                rest = piece[reached : reached + 16].strip()
+                reason, failure_offset = str(error), int(getattr(error, "pos", 1))
+                remainder = excerpt[failure_offset : failure_offset + 16].strip()
                 if reason.startswith("Unterminated string"):
-                    self.reaches_end, reached = "text", len(piece)
+                    self.open_at_end, failure_offset = "text", len(excerpt)
                 elif "escape" in reason:
-                    self.reaches_end = "text" if len(rest) < 6 else ""
-                elif not rest or any(word != rest and word.startswith(rest) for word in _WORDS):
-                    self.reaches_end = "value"
-                self._reached = at + reached
-                if not self.reaches_end or at + size >= len(self.letters):
+                    self.open_at_end = "text" if len(remainder) < 6 else ""
+                elif not remainder or any(word != remainder and word.startswith(remainder) for word in _JSON_LITERALS):
+                    self.open_at_end = "value"
+                self._failure_end = position + failure_offset
+                if not self.open_at_end or position + size >= len(self.letters):
                     return None
             else:
-                if end < len(piece) or at + size >= len(self.letters):
-                    return value, at + end
+                if end < len(excerpt) or position + size >= len(self.letters):
+                    return value, position + end
             size *= 8
 
-    def next_entry(self, at: int) -> int | None:
+    def find_next_entry(self, position: int) -> int | None:
         """Where the next complete entry begins, from a position on."""
-        while opening := _OPENING.search(self.letters, at):
-            at = opening.start()
-            parsed = self.value(at)
-            if parsed is not None and self._form.is_entry(parsed[0]):
-                return at
+        while opening := _OBJECT_START.search(self.letters, position):
+            position = opening.start()
+            parsed = self.value(position)
+            if parsed is not None and self._entry_format.is_entry(parsed[0]):
+                return position
             # A malformed entry may have swallowed those behind it, whole or not.
-            self._reached = self._reached if parsed is None else parsed[1]
-            at = self.after_failure(at)
+            self._failure_end = self._failure_end if parsed is None else parsed[1]
+            position = self.choose_retry_position(position)
         return None
 
-    def after_failure(self, at: int) -> int:
+    def choose_retry_position(self, position: int) -> int:
         """Where to try next, after nothing of use could be read at a place."""
-        self._budget -= self._reached - at
-        jump = self._deep or self._budget < 0
-        self._deep = False
-        return max(at + 1, self._reached) if jump else at + 1
+        self._budget -= self._failure_end - position
+        jump = self._is_too_deep or self._budget < 0
+        self._is_too_deep = False
+        return max(position + 1, self._failure_end) if jump else position + 1
 
-    def resumes(self, at: int) -> bool:
+    def is_followed_by_entry(self, position: int) -> bool:
         """Whether an entry follows, with nothing but closing brackets before it."""
-        match = _STRAY.match(self.letters, at)
-        at = match.end() if match else at
-        parsed = self.value(at) if _OPENING.match(self.letters, at) else None
-        return parsed is not None and self._form.is_entry(parsed[0])
+        match = _CLOSERS_OR_BLANKS.match(self.letters, position)
+        position = match.end() if match else position
+        parsed = self.value(position) if _OBJECT_START.match(self.letters, position) else None
+        return parsed is not None and self._entry_format.is_entry(parsed[0])
 
-    def foreign_key(self, at: int) -> bool:
+    def is_foreign_key(self, position: int) -> bool:
         """Whether a key stands there that no entry has."""
-        match = _KEY.match(self.letters, at)
-        return match is not None and match.group(1) not in self._form.keys
+        match = _OBJECT_KEY.match(self.letters, position)
+        return match is not None and match.group(1) not in self._entry_format.keys
 
-    def own_key(self, at: int) -> bool:
+    def is_entry_key(self, position: int) -> bool:
         """Whether a key of entries stands there."""
-        match = _KEY.match(self.letters, at)
-        return match is not None and match.group(1) in self._form.keys
+        match = _OBJECT_KEY.match(self.letters, position)
+        return match is not None and match.group(1) in self._entry_format.keys
 
-    def end_of_list(self, at: int, *, alone: bool) -> int | None:
+    def find_list_end(self, position: int, *, is_bare_list: bool) -> int | None:
         """Where the bracket stands that closes the list, where nothing more of it follows.
 
         Args:
-            at: From where on.
-            alone: Nothing stands around the list.
+            position: From where on.
+            is_bare_list: Nothing stands around the list.
         """
         text = self.letters.rstrip(" \t\r\n\0")
-        if alone:
-            return len(text) - 1 if text.endswith("]") and len(text) > at else None
-        bracket = at - 1
-        for _ in range(_TRIED_ENDS):
+        if is_bare_list:
+            return len(text) - 1 if text.endswith("]") and len(text) > position else None
+        bracket = position - 1
+        for _ in range(_MAX_END_CANDIDATES):
             bracket = text.find("]", bracket + 1)
             if bracket < 0:
                 break
@@ -247,11 +255,11 @@ class JsonScanner:
             except (ValueError, RecursionError):
                 continue
             return bracket
-        match = _CLOSING.search(text, at)
+        match = _LIST_END.search(text, position)
         return match.start(1) if match else None
 
 
-class Recovery:
+class EntryRecovery:
     """Keeps every whole entry of a malformed stretch.
 
     Args:
@@ -267,26 +275,26 @@ class Recovery:
     def __init__(
         self,
         text: bytes,
-        base: int,
+        base_offset: int,
         damage: DamageLog,
-        form: EntryFormat,
+        entry_format: EntryFormat,
         *,
         last: bool,
         alone: bool = False,
         bounded: bool = False,
     ) -> None:
         self.text = text
-        self.base = base
+        self.base = base_offset
         self.damage = damage
-        self._form = form
-        self._last = last
-        self._alone = alone
-        self._bounded = bounded
-        self._walk = JsonScanner(text, form)
-        self._spans = spans_between(form.between, text)
+        self._entry_format = entry_format
+        self._is_final = last
+        self._is_bare_list = alone
+        self._ends_with_text = bounded
+        self._scanner = JsonScanner(text, entry_format)
+        self._spans = split_spans(entry_format.between, text)
         self._starts = [start for start, _ in self._spans]
 
-    def take(self, begin: int, end: int, spans: list[Span]) -> None:
+    def take(self, start: int, end: int, spans: list[Span]) -> None:
         """Decode whole entries and keep them.
 
         Raises:
@@ -294,131 +302,139 @@ class Recovery:
         """
         raise NotImplementedError
 
-    def mend(self, begin: int, end: int) -> int:
+    def mend(self, start: int, end: int) -> int:
         """Repair what should be one entry and keep what comes of it: how many."""
         raise NotImplementedError
 
     def run(self) -> tuple[int, bool]:
         """Take all: (bytes used up, whether the list ended there). What may go on behind the text is not used up."""
-        numbers = {start: number for number, start in enumerate(self._starts)}
-        at, window = 0, len(self._spans)
-        while (at := self._walk.behind_blanks(at)) < len(self.text):
-            number = numbers.get(at)
-            if number is not None:
-                spans = self._spans[number : number + window]
+        index_by_start = {start: span_index for span_index, start in enumerate(self._starts)}
+        position, window = 0, len(self._spans)
+        while (position := self._scanner.skip_blanks(position)) < len(self.text):
+            span_index = index_by_start.get(position)
+            if span_index is not None:
+                spans = self._spans[span_index : span_index + window]
                 try:
                     self.take(spans[0][0], spans[-1][1], spans)
-                except MALFORMED as error:
-                    byte = byte_of(error)
+                except PARSE_ERRORS as error:
+                    error_offset = parse_error_offset(error)
                 else:
-                    at, window = spans[-1][1], window * 4
+                    position, window = spans[-1][1], window * 4
                     continue
                 if len(spans) > 1:  # next those before the fault, or half where its position is unknown
-                    good = len(spans) // 2
-                    if byte is not None:
-                        fault = spans[0][0] + byte - 1
-                        good = min(sum(1 for _, end in spans if end < fault), len(spans) - 1)
-                    window = max(1, good)
+                    good_count = len(spans) // 2
+                    if error_offset is not None:
+                        fault = spans[0][0] + error_offset - 1
+                        good_count = min(sum(1 for _, end in spans if end < fault), len(spans) - 1)
+                    window = max(1, good_count)
                     continue
             window = 1
-            following, ended = self._single(at)
-            if following is None or ended:
-                return at if following is None else following, ended
-            at = following
-        if self._last and not self._bounded:
+            next_position, ended = self._recover_at(position)
+            if next_position is None or ended:
+                return position if next_position is None else next_position, ended
+            position = next_position
+        if self._is_final and not self._ends_with_text:
             self._note("cut-file", len(self.text), 0)
-        return len(self.text), self._last
+        return len(self.text), self._is_final
 
-    def _single(self, at: int) -> tuple[int | None, bool]:
+    def _recover_at(self, position: int) -> tuple[int | None, bool]:
         """Handle what is at one position: (where to go on, whether the list ended); None asks for more text."""
-        sign, walk = self.text[at : at + 1], self._walk
-        cut = ""
-        if sign == b"{":
-            parsed = walk.value(at)
+        char, scanner = self.text[position : position + 1], self._scanner
+        open_at_end = ""
+        if char == b"{":
+            parsed = scanner.value(position)
             if parsed is not None:
                 value, end = parsed
-                rest = walk.behind_blanks(end)
-                following = walk.next_entry(rest) if walk.own_key(rest) else None
-                if following is None or self._form.mark.search(self.text, rest, following):
-                    self._whole(at, end)
+                after_value = scanner.skip_blanks(end)
+                next_position = scanner.find_next_entry(after_value) if scanner.is_entry_key(after_value) else None
+                if next_position is None or self._entry_format.mark.search(self.text, next_position, next_position):
+                    self._keep_whole_entry(position, end)
                     return end, False
                 # A whole object, which is the first part of an entry with a bracket too many.
-                if self._form.is_entry(value):
-                    self._whole(at, end)
-                    self._note("stray-text", rest)
+                if self._entry_format.is_entry(value):
+                    self._keep_whole_entry(position, end)
+                    self._note("stray-text", next_position)
                 else:
-                    self._between(at, following)
-                return following, False
-            cut = walk.reaches_end
-        elif sign == b"]" and not (walk.resumes(at + 1) or _GOES_ON.match(walk.letters, at + 1)):
-            return at + 1, True
-        elif (sign == b'"' and walk.foreign_key(at)) or (sign == b"}" and not self.text[at + 1 :].strip(b" \t\r\n\0")):
-            self._note("damaged-metadata", at)  # the bracket of the list is gone
-            return at, True
-        following = walk.next_entry(at)
-        if following is not None:
-            self._between(at, following)
-            return following, False
+                    self._repair_region(position, next_position)
+                return next_position, False
+            open_at_end = scanner.open_at_end
+        elif char == b"]" and not (
+            scanner.is_followed_by_entry(position + 1) or _LIST_CONTINUES.match(scanner.letters, position + 1)
+        ):
+            return position + 1, True
+        elif (char == b'"' and scanner.is_foreign_key(position)) or (
+            char == b"}" and not self.text[position + 1 :].strip(b" \t\r\n\0")
+        ):
+            self._note("damaged-metadata", position)  # the bracket of the list is gone
+            return position, True
+        next_position = scanner.find_next_entry(position)
+        if next_position is not None:
+            self._repair_region(position, next_position)
+            return next_position, False
         # No entry follows what cannot be read.
-        if not self._last:
-            if cut or len(self.text) - at < _PATIENCE:
+        if not self._is_final:
+            if open_at_end or len(self.text) - position < _MAX_ENTRY_BYTES:
                 return None, False
-            self._between(at, len(self.text))
+            self._repair_region(position, len(self.text))
             return len(self.text), False
-        if self._bounded:
-            self._between(at, len(self.text))
+        if self._ends_with_text:
+            self._repair_region(position, len(self.text))
             return len(self.text), True
-        list_end = None if cut == "value" else walk.end_of_list(at, alone=self._alone)
+        list_end = None if open_at_end == "value" else scanner.find_list_end(position, is_bare_list=self._is_bare_list)
         if list_end is not None:
-            self._between(at, list_end)
+            self._repair_region(position, list_end)
             return list_end + 1, True
-        if cut:
-            self._note("cut-file", at)
+        if open_at_end:
+            self._note("cut-file", position)
         else:
-            self._between(at, len(self.text))
+            self._repair_region(position, len(self.text))
             self._note("cut-file", len(self.text), 0)
         return len(self.text), True
 
-    def _whole(self, begin: int, end: int) -> None:
+    def _keep_whole_entry(self, start: int, end: int) -> None:
         """One whole entry, though its values may be what the decoder refuses."""
         try:
-            self.take(begin, end, [(begin, end)])
-        except MALFORMED:
-            self._mended(begin, end)
+            self.take(start, end, [(start, end)])
+        except PARSE_ERRORS:
+            self._repair_piece(start, end)
 
-    def _between(self, begin: int, end: int) -> None:
+    def _repair_region(self, range_start: int, end: int) -> None:
         """What cannot be read: it may hold several malformed entries, and each is dealt with alone."""
-        first, behind = bisect_right(self._starts, begin), bisect_left(self._starts, end)
-        starts = {begin, *self._starts[first:behind]}
-        starts |= {match.start() for match in self._form.start.finditer(self.text, begin + 1, end)}
+        first, after_last = bisect_right(self._starts, range_start), bisect_left(self._starts, end)
+        starts = {range_start, *self._starts[first:after_last]}
+        starts |= {match.start() for match in self._entry_format.start.finditer(self.text, range_start + 1, end)}
         ordered = sorted(starts)
         for start, finish in zip(ordered, [*ordered[1:], end], strict=True):
-            self._mended(start, finish)
+            self._repair_piece(start, finish)
 
-    def _mended(self, begin: int, end: int) -> None:
-        piece = self.text[begin:end].rstrip(b" \t\r\n,")
-        if b'"' not in piece:
-            if piece.strip(b" \t\r\n,\0"):
-                self._note("stray-text", begin)
+    def _repair_piece(self, start: int, end: int) -> None:
+        fragment = self.text[start:end].rstrip(b" \t\r\n,")
+        if b'"' not in fragment:
+            if fragment.strip(b" \t\r\n,\0"):
+                self._note("stray-text", start)
             return
         # No repair adds brackets.
-        mended = self.mend(begin, begin + len(piece)) if piece.endswith(b"}") and len(piece) < _MOST_MENDED else 0
-        if mended:
-            self._note("repaired-events", begin, mended)
+        repaired_count = (
+            self.mend(start, start + len(fragment))
+            if fragment.endswith(b"}") and len(fragment) < _MAX_REPAIR_BYTES
+            else 0
+        )
+        if repaired_count:
+            self._note("repaired-events", start, repaired_count)
         else:
-            self._note("lost-events", begin, max(1, len(self._form.mark.findall(piece))))
+            self._note("lost-events", start, max(1, len(self._entry_format.mark.findall(fragment))))
 
-    def _note(self, slug: str, at: int, count: int = 1) -> None:
-        self.damage.note(slug, f"byte {self.base + at} of the text", count)
+    def _note(self, slug: str, position: int, count: int = 1) -> None:
+        self.damage.note(slug, f"byte {self.base + position} of the text", count)
 
 
-def byte_of(error: Exception) -> int | None:
+def parse_error_offset(error: Exception) -> int | None:
     """The byte at which the decoder gave up, where it says so."""
-    match = _BYTE.search(str(error))
+    match = _ERROR_BYTE_OFFSET.search(str(error))
     return int(match.group(1)) if match else None
 
 
-def spans_between(boundary: re.Pattern[bytes], text: bytes) -> list[Span]:
+def split_spans(boundary: re.Pattern[bytes], text: bytes) -> list[Span]:
     """Where each piece between two boundaries begins and ends; a boundary begins with the bracket of the piece."""
     spans, start = [], 0
     for match in boundary.finditer(text):

@@ -16,23 +16,30 @@ import polars as pl
 from msgspec import Meta, Struct
 
 from traceloom.errors import InputError, other_version
-from traceloom.formats.kineto_metadata import clock_offset_ns
+from traceloom.formats.kineto_metadata import get_clock_offset_ns
 from traceloom.system.files import open_regular
 from traceloom.system.gzip_stream import GzipStream
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import ALLOCATIONS, SAMPLES, TELEMETRY, empty_samples, no_allocations, no_telemetry
+from traceloom.trace.session import (
+    ALLOCATIONS_SCHEMA,
+    SAMPLES_SCHEMA,
+    TELEMETRY_SCHEMA,
+    make_empty_allocations,
+    make_empty_samples,
+    make_empty_telemetry,
+)
 from traceloom.trace.trace import Trace
 
 VERSION = 1  # of each of these formats
-_MOST_BYTES = 256 << 20  # of text
-_MOST_FRAMES = 8_000_000  # of all samples of a file
+_MAX_BYTES = 256 << 20  # of text
+_MAX_FRAMES = 8_000_000  # of all samples of a file
 _STACKS, _ALLOCATIONS, _TELEMETRY = (f".{kind}.json.gz" for kind in ("stacks", "allocations", "telemetry"))
-Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+BoundedInt = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Index = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class _Thread(Struct):
-    id: Whole
+    id: BoundedInt
     name: str = ""
 
 
@@ -41,15 +48,15 @@ class _StacksFile(Struct):
 
     format: str
     version: int
-    pid: Whole
+    pid: BoundedInt
     threads: list[_Thread]
-    frames: list[tuple[str, str, Whole]]
-    samples: list[tuple[Whole, Index, Whole, list[Index]]]
+    frames: list[tuple[str, str, BoundedInt]]
+    samples: list[tuple[BoundedInt, Index, BoundedInt, list[Index]]]
 
 
 class _Series(Struct):
     metric: str
-    times_ns: list[Whole]
+    times_ns: list[BoundedInt]
     values: list[float | None]
     unit: str = ""
     kind: str = ""
@@ -70,8 +77,8 @@ class _AllocationsHead(Struct):
 
     format: str
     version: int
-    pid: Whole
-    events: list[tuple[Whole, Whole, int, Whole, str, Whole, Whole | None, Whole | None]]
+    pid: BoundedInt
+    events: list[tuple[BoundedInt, BoundedInt, int, BoundedInt, str, BoundedInt, BoundedInt | None, BoundedInt | None]]
 
 
 _File = TypeVar("_File", _StacksFile, _TelemetryFile, _AllocationsHead)
@@ -81,99 +88,106 @@ def read_stacks(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
     """The stack samples beside these traces (`model.beside`), and what was wrong with them."""
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
-        document = _decoded(path, _StacksFile, "traceloom-stacks")
+        document = _decode_file(path, _StacksFile, "traceloom-stacks")
         names = [f"{file}({line}): {function}" if line else function for function, file, line in document.frames]
-        threads, left = document.threads, _MOST_FRAMES
+        threads, frame_budget = document.threads, _MAX_FRAMES
         rows: list[tuple[Any, ...]] = []
         for time_ns, thread, period_ns, stack in document.samples:
-            left -= len(stack)
-            if thread < len(threads) and period_ns >= 0 and left >= 0 and all(frame < len(names) for frame in stack):
-                own = threads[thread]
+            frame_budget -= len(stack)
+            if (
+                thread < len(threads)
+                and period_ns >= 0
+                and frame_budget >= 0
+                and all(frame < len(names) for frame in stack)
+            ):
+                sampled_thread = threads[thread]
                 frames = [names[frame] for frame in stack]
-                rows.append((rank, document.pid, own.id, own.name, time_ns, period_ns, frames))
-        frame = pl.DataFrame(rows, schema=SAMPLES, orient="row").sort("thread", "time_ns", maintain_order=True)
+                rows.append((rank, document.pid, sampled_thread.id, sampled_thread.name, time_ns, period_ns, frames))
+        frame = pl.DataFrame(rows, schema=SAMPLES_SCHEMA, orient="row").sort("thread", "time_ns", maintain_order=True)
         return frame, len(document.samples) - len(rows)
 
-    return _of_ranks(traces, _STACKS, empty_samples(), read, "stack samples", slug="damaged-stacks")
+    return _read_sidecars(traces, _STACKS, make_empty_samples(), read, "stack samples", slug="damaged-stacks")
 
 
 def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
     """The allocations beside these traces (`model.beside`), and what was wrong with them."""
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
-        document = _decoded(path, _AllocationsHead, "traceloom-allocations")
+        document = _decode_file(path, _AllocationsHead, "traceloom-allocations")
         rows = [
             (rank, document.pid, thread, time_ns, address, size, device, allocated, reserved)
             for time_ns, thread, address, size, device, _, allocated, reserved in document.events
             if 0 <= address < 2**64
         ]
-        frame = pl.DataFrame(rows, schema=ALLOCATIONS, orient="row").sort("time_ns", maintain_order=True)
+        frame = pl.DataFrame(rows, schema=ALLOCATIONS_SCHEMA, orient="row").sort("time_ns", maintain_order=True)
         return frame, len(document.events) - len(rows)
 
-    return _of_ranks(traces, _ALLOCATIONS, no_allocations(), read, "allocations", slug="damaged-allocations")
+    return _read_sidecars(
+        traces, _ALLOCATIONS, make_empty_allocations(), read, "allocations", slug="damaged-allocations"
+    )
 
 
-def _of_ranks(
+def _read_sidecars(
     traces: Iterable[Trace], ending: str, empty: pl.DataFrame,
-    read: Callable[[Path, int | None], tuple[pl.DataFrame, int]], what: str, *, slug: str,
+    read: Callable[[Path, int | None], tuple[pl.DataFrame, int]], subject: str, *, slug: str,
 ) -> tuple[pl.DataFrame, list[Notice]]:  # fmt: skip
     """What lies beside the trace of each rank. `read` gives its rows and how many cannot be right."""
     frames, notices = [empty], []
     for trace in traces:
         path = Path(trace.meta.path)
         stem, kineto, _ = path.name.partition(".kineto")
-        beside = path.with_name(stem + ending)
-        if not kineto or not beside.is_file():
+        sidecar = path.with_name(stem + ending)
+        if not kineto or not sidecar.is_file():
             continue
         if trace.meta.clock != "unix":
-            message = f"{what} are left out: the times of the trace are of another clock"
-            notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(beside)))
+            message = f"{subject} are left out: the times of the trace are of another clock"
+            notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(sidecar)))
             continue
         try:
-            frame, odd = read(beside, trace.rank)
+            frame, invalid = read(sidecar, trace.rank)
         except (OSError, ValueError, InputError) as error:
-            message = f"{what} cannot be read and left out: {error}"
-            notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(beside)))
+            message = f"{subject} cannot be read and left out: {error}"
+            notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(sidecar)))
             continue
         # The clock of the capture joins hosts whose clocks differ.
-        frames.append(frame.with_columns(pl.col("time_ns") + clock_offset_ns(trace.meta.capture)))
-        if odd:
-            message = f"{what} that cannot be right and are left out: {odd:,}"
-            notices.append(Notice(slug, "warning", message, odd, rank=trace.rank, where=str(beside)))
+        frames.append(frame.with_columns(pl.col("time_ns") + get_clock_offset_ns(trace.meta.capture)))
+        if invalid:
+            message = f"{subject} that cannot be right and are left out: {invalid:,}"
+            notices.append(Notice(slug, "warning", message, invalid, rank=trace.rank, where=str(sidecar)))
     return pl.concat(frames), notices
 
 
 def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
     """The telemetry in the directories of these traces (`model.beside`), and what was wrong with it."""
-    frames, notices = [no_telemetry()], []
+    frames, notices = [make_empty_telemetry()], []
     traces = [trace for trace in traces if ".kineto" in Path(trace.meta.path).name]
     folders = dict.fromkeys(Path(trace.meta.path).parent for trace in traces)
     offsets = {
-        (Path(trace.meta.path).parent, (trace.meta.capture or {}).get("host")): clock_offset_ns(trace.meta.capture)
+        (Path(trace.meta.path).parent, (trace.meta.capture or {}).get("host")): get_clock_offset_ns(trace.meta.capture)
         for trace in traces
     }
-    for path in (path for folder in folders for path in sorted(folder.glob(f"*{_TELEMETRY}"))):
+    for path in (path for directory in folders for path in sorted(directory.glob(f"*{_TELEMETRY}"))):
         try:
-            document = _decoded(path, _TelemetryFile, "traceloom-telemetry")
-            frame, odd = _telemetry(document)
+            document = _decode_file(path, _TelemetryFile, "traceloom-telemetry")
+            frame, invalid = _build_telemetry(document)
         except (OSError, ValueError, InputError) as error:
             message = f"telemetry cannot be read and left out: {error}"
             notices.append(Notice("damaged-telemetry", "warning", message, where=str(path)))
             continue
         frames.append(frame.with_columns(pl.col("time_ns") + offsets.get((path.parent, document.host), 0)))
-        if odd:
-            message = f"series of telemetry whose times and values do not match, left out: {odd:,}"
-            notices.append(Notice("damaged-telemetry", "warning", message, odd, where=str(path)))
+        if invalid:
+            message = f"series of telemetry whose times and values do not match, left out: {invalid:,}"
+            notices.append(Notice("damaged-telemetry", "warning", message, invalid, where=str(path)))
     return pl.concat(frames), notices
 
 
-def _decoded(path: Path, kind: type[_File], name: str) -> _File:
+def _decode_file(path: Path, kind: type[_File], name: str) -> _File:
     """Raises OSError, ValueError or InputError where it is no such file."""
     with open_regular(path) as file:
         unpacked = GzipStream(file)
         text = io.BytesIO()
-        for piece in unpacked:
-            if text.write(piece) and text.tell() > _MOST_BYTES:
+        for chunk in unpacked:
+            if text.write(chunk) and text.tell() > _MAX_BYTES:
                 raise ValueError("it is larger than anybody reads")
     if unpacked.fault:
         raise ValueError(unpacked.fault)
@@ -185,10 +199,10 @@ def _decoded(path: Path, kind: type[_File], name: str) -> _File:
     return document
 
 
-def _telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:
-    good = [series for series in document.series if len(series.times_ns) == len(series.values)]
-    frames = [no_telemetry()]
-    for series in good:
+def _build_telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:
+    valid_series = [series for series in document.series if len(series.times_ns) == len(series.values)]
+    frames = [make_empty_telemetry()]
+    for series in valid_series:
         labels = msgspec.json.encode(series.labels, order="sorted").decode()
         texts = {"host": document.host, "metric": series.metric, "labels": labels}
         texts |= {"unit": series.unit, "kind": series.kind}
@@ -196,6 +210,6 @@ def _telemetry(document: _TelemetryFile) -> tuple[pl.DataFrame, int]:
             {"time_ns": series.times_ns, "value": series.values}, schema_overrides={"value": pl.Float64}
         )
         frame = frame.with_columns(pl.lit(text).alias(name) for name, text in texts.items()).drop_nulls("value")
-        frames.append(frame.select(pl.col(name).cast(kind) for name, kind in TELEMETRY.items()))
-    by_series = ("metric", "labels", "time_ns")
-    return pl.concat(frames).sort(*by_series, maintain_order=True), len(document.series) - len(good)
+        frames.append(frame.select(pl.col(name).cast(kind) for name, kind in TELEMETRY_SCHEMA.items()))
+    sort_keys = ("metric", "labels", "time_ns")
+    return pl.concat(frames).sort(*sort_keys, maintain_order=True), len(document.series) - len(valid_series)

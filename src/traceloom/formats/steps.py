@@ -11,24 +11,24 @@ import polars as pl
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import gather_rows
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import samples_of
-from traceloom.trace.trace import REQUEST, SCHEMAS, empty
+from traceloom.trace.session import parse_thread_clocks
+from traceloom.trace.trace import REQUEST, SCHEMAS, make_empty_frame
 
 NO_STEP = -(2**31)
-_FEWEST = 3  # occurrences that make an annotation regular
-_LEAST_COVER = 0.5  # of the host's window, from the first to the last of them
-_MOST_VARIATION = 0.5  # standard deviation of the distances over their mean
+_MIN_OCCURRENCES = 3  # occurrences that make an annotation regular
+_MIN_COVER = 0.5  # of the host's window, from the first to the last of them
+_MAX_VARIATION = 0.5  # standard deviation of the distances over their mean
 _PROFILER = r"^ProfilerStep#\s*(\d+)$"
-_NUMBERED = ("ProfilerStep#", "traceloom.step#")
+_NUMBERED_PREFIXES = ("ProfilerStep#", "traceloom.step#")
 _MARK = r"^traceloom\.step#\s*(\d+)$"
 _OPTIMIZER = "Optimizer.step#"  # of every optimizer of PyTorch, while the profiler runs
-_NO_STEPS = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
+_EXCLUDED_NAMES = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
 # Requests: bursts of work between waits, of a program that has no steps, such as a server.
-_FEWEST_REQUESTS = 5  # requests that make a server
-_LEAST_GAP_NS = 200_000  # between two
-_APART = 4.0  # times as long as the pauses inside of them
+_MIN_REQUESTS = 5  # requests that make a server
+_MIN_GAP_NS = 200_000  # between two
+_MIN_GAP_RATIO = 4.0  # times as long as the pauses inside of them
 _ALIKE, _OFTEN = 0.6, 0.1  # of them begin alike: with operators with which so many begin
-_MOST_RUNNING = 0.8  # of the window that the threads of a program run that waits for requests
+_MAX_RUNNING = 0.8  # of the window that the threads of a program run that waits for requests
 
 
 def find_steps(
@@ -54,19 +54,21 @@ def find_steps(
     hosts = lanes.filter(pl.col("kind") == "host")["lane"]
     on_host = pl.col("lane").is_in(hosts.implode())
     for pattern, evidence, fewest in ((_PROFILER, "profiler-step", 1), (_MARK, "mark", 2)):
-        candidates = [text for text in texts if text.startswith(_NUMBERED)]
+        candidates = [text for text in texts if text.startswith(_NUMBERED_PREFIXES)]
         numbers = {text: match.group(1) for text in candidates if (match := re.match(pattern, text))}
         if not numbers:
             continue
         called = pl.col("name").is_in(list(numbers)) & pl.col("category").is_in(["annotation", "op"])
         spans = events.filter(called & on_host).select("name", "lane", "start_ns", end_ns=pl.col("nested_end_ns"))
         if spans.height >= fewest:
-            return _numbered(spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence)
+            return _build_numbered_steps(spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence)
     annotations = events.filter((pl.col("category") == "annotation") & on_host)
-    regular = _regular(annotations.select("name", "lane", "start_ns", "nested_end_ns"), events.filter(on_host))
+    regular = _find_regular_steps(
+        annotations.select("name", "lane", "start_ns", "nested_end_ns"), events.filter(on_host)
+    )
     if regular[0].height:
         return regular
-    requests = _requests(events, hosts, capture, path)
+    requests = _find_requests(events, hosts, capture, path)
     if not requests.height:
         return regular
     text = (
@@ -75,10 +77,10 @@ def find_steps(
     )
     # Between two requests there is no step.
     numbered = requests.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
-    return _frame(numbered, REQUEST), [Notice("requests-assumed", "info", text, requests.height)]
+    return _build_frame(numbered, REQUEST), [Notice("requests-assumed", "info", text, requests.height)]
 
 
-def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
+def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
     """Steps from numbered spans of the thread that has most of them."""
     lane = spans["lane"].value_counts(sort=True)["lane"][0]
     spans = (
@@ -94,14 +96,14 @@ def _numbered(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[No
         )
         spans = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
     if evidence == "mark":
-        ends = spans["start_ns"].shift(-1)
-        spans = spans.with_columns(end_ns=ends).head(-1)
+        next_starts = spans["start_ns"].shift(-1)
+        spans = spans.with_columns(end_ns=next_starts).head(-1)
     else:
         spans = spans.with_columns(end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
-    return _frame(spans, evidence), notices
+    return _build_frame(spans, evidence), notices
 
 
-def _frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
+def _build_frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
     return spans.select(
         pl.col("number").cast(pl.Int32).alias("step"),
         "name",
@@ -112,7 +114,7 @@ def _frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
     )
 
 
-def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
+def _find_regular_steps(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFrame, list[Notice]]:
     """Steps from the annotation that comes most regularly and covers most of the window; names may hold numbers.
 
     Where its spans enclose no step of the optimizer, as those of `DistributedDataParallel.forward`, of which there are
@@ -130,36 +132,36 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
         .row(0)
     )
     window = int(last - first) if first is not None else 0
-    shaped = annotations.filter(~pl.col("name").str.contains(_NO_STEPS)).with_columns(
+    shaped = annotations.filter(~pl.col("name").str.contains(_EXCLUDED_NAMES)).with_columns(
         pattern=pl.col("name").str.replace_all(r"\d+", "#")
     )
     best: tuple[float, pl.DataFrame] | None = None
     for (_, _), group in shaped.group_by("pattern", "lane", maintain_order=True):
-        if group.height < _FEWEST or window <= 0:
+        if group.height < _MIN_OCCURRENCES or window <= 0:
             continue
         start, end = group["start_ns"].to_numpy(), group["nested_end_ns"].to_numpy()
         distance = np.diff(start)
         variation = float(distance.std() / distance.mean()) if distance.mean() > 0 else 1.0
-        covers = end[-1] - start[0] >= _LEAST_COVER * window
-        if (start[1:] < end[:-1]).any() or variation > _MOST_VARIATION or not covers:
+        covers = end[-1] - start[0] >= _MIN_COVER * window
+        if (start[1:] < end[:-1]).any() or variation > _MAX_VARIATION or not covers:
             continue
         # Share of the window inside the spans, less their variation.
         score = float((end - start).sum()) / window * (1 - variation)
         if best is None or score > best[0]:
             best = (score, group)
-    by_optimizer = _by_optimizer(annotations, events, first, window)
+    optimizer_steps = _find_optimizer_steps(annotations, events, first, window)
     encloses = False  # each end of such a step lies inside of one of the spans, another one each
-    if by_optimizer is not None and best is not None and not best[1]["name"][0].startswith(_OPTIMIZER):
+    if optimizer_steps is not None and best is not None and not best[1]["name"][0].startswith(_OPTIMIZER):
         start, end = best[1]["start_ns"].to_numpy(), best[1]["nested_end_ns"].to_numpy()
-        at = np.searchsorted(start, by_optimizer["end_ns"].to_numpy(), "right") - 1
-        inside = (at >= 0) & (by_optimizer["end_ns"].to_numpy() <= end[np.maximum(at, 0)])
-        encloses = bool(inside.all() and (np.diff(at) > 0).all())
-    if by_optimizer is not None and not encloses:
-        text = f"steps are taken to end with the {by_optimizer.height} calls of `{by_optimizer['name'][0]}`"
-        return by_optimizer, [Notice("steps-from-annotation", "info", text, by_optimizer.height)]
+        index = np.searchsorted(start, optimizer_steps["end_ns"].to_numpy(), "right") - 1
+        covered = (index >= 0) & (optimizer_steps["end_ns"].to_numpy() <= end[np.maximum(index, 0)])
+        encloses = bool(covered.all() and (np.diff(index) > 0).all())
+    if optimizer_steps is not None and not encloses:
+        text = f"steps are taken to end with the {optimizer_steps.height} calls of `{optimizer_steps['name'][0]}`"
+        return optimizer_steps, [Notice("steps-from-annotation", "info", text, optimizer_steps.height)]
     if best is None:
         text = "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
-        return empty("steps"), [Notice("no-steps", "info", text)] if events.height else []
+        return make_empty_frame("steps"), [Notice("no-steps", "info", text)] if events.height else []
     spans = best[1].select(
         "name",
         "start_ns",
@@ -169,10 +171,12 @@ def _regular(annotations: pl.DataFrame, events: pl.DataFrame) -> tuple[pl.DataFr
     text = (
         f"steps are taken from the {spans.height} annotations like `{spans['name'][0]}`, the most regular of the trace"
     )
-    return _frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
+    return _build_frame(spans, "annotation"), [Notice("steps-from-annotation", "info", text, spans.height)]
 
 
-def _by_optimizer(annotations: pl.DataFrame, events: pl.DataFrame, first: int, window: int) -> pl.DataFrame | None:
+def _find_optimizer_steps(
+    annotations: pl.DataFrame, events: pl.DataFrame, first: int, window: int
+) -> pl.DataFrame | None:
     """Steps that end with a step of the optimizer; None where there are none, or they come in no order.
 
     Of several optimizers the one that is called least counts, and of those the last. The first step begins with the
@@ -182,24 +186,24 @@ def _by_optimizer(annotations: pl.DataFrame, events: pl.DataFrame, first: int, w
     groups = [group for _, group in calls.group_by("name", "lane", maintain_order=True)]
     if not groups or window <= 0:
         return None
-    chosen = min(groups, key=lambda group: (group.height, -group["nested_end_ns"][-1]))
-    end = chosen["nested_end_ns"].to_numpy()
+    selected = min(groups, key=lambda group: (group.height, -group["nested_end_ns"][-1]))
+    end = selected["nested_end_ns"].to_numpy()
     distance = np.diff(end)
     if (
-        end.size < _FEWEST
-        or distance.std() > _MOST_VARIATION * distance.mean()
-        or end[-1] - first < _LEAST_COVER * window
+        end.size < _MIN_OCCURRENCES
+        or distance.std() > _MAX_VARIATION * distance.mean()
+        or end[-1] - first < _MIN_COVER * window
     ):
         return None
-    begin = np.concatenate(([first], end[:-1]))
-    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == chosen["lane"][0]))["start_ns"].to_numpy()
+    start = np.concatenate(([first], end[:-1]))
+    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == selected["lane"][0]))["start_ns"].to_numpy()
     counts = np.diff(np.searchsorted(ops, np.concatenate(([first], end))))
-    spans = pl.DataFrame({"name": chosen["name"], "start_ns": begin, "end_ns": end, "number": np.arange(end.size)})
-    whole = pl.Series(counts >= counts[1:].min())
-    return _frame(spans, "annotation").with_columns(complete=(pl.int_range(pl.len()) > 0) | whole)
+    spans = pl.DataFrame({"name": selected["name"], "start_ns": start, "end_ns": end, "number": np.arange(end.size)})
+    complete = pl.Series(counts >= counts[1:].min())
+    return _build_frame(spans, "annotation").with_columns(complete=(pl.int_range(pl.len()) > 0) | complete)
 
 
-def _requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str) -> pl.DataFrame:
+def _find_requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str) -> pl.DataFrame:
     """Requests of a program that waits between them, by the processor time of its threads.
 
     Args:
@@ -212,57 +216,59 @@ def _requests(events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | 
         `name`, `start_ns`, `end_ns` of each; no row where the program does not wait, or no requests are seen.
     """
     nothing = pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64})
-    samples = samples_of(capture, path)
+    samples = parse_thread_clocks(capture, path)
     if not samples or (capture or {}).get("world_size") not in (None, 1):
         return nothing
     roots = events.filter(
         (pl.col("category") == "op") & pl.col("parent").is_null() & pl.col("lane").is_in(hosts.implode())
     ).select("start_ns", "nested_end_ns", "name")
-    if roots.height < _FEWEST_REQUESTS:
+    if roots.height < _MIN_REQUESTS:
         return nothing
     # A program that waits hardly runs, all its threads together.
     ran = sum(int(thread.ran_ns[-1] - thread.ran_ns[0]) for thread in samples.values())
-    begins = min(int(thread.time_ns[0]) for thread in samples.values())
-    ends = max(int(thread.time_ns[-1]) for thread in samples.values())
-    elsewhere = begins >= roots["nested_end_ns"][-1] or ends <= roots["start_ns"][0]
-    if elsewhere or ran > _MOST_RUNNING * max(ends - begins, 1):
+    sampled_start = min(int(thread.time_ns[0]) for thread in samples.values())
+    sampled_end = max(int(thread.time_ns[-1]) for thread in samples.values())
+    elsewhere = sampled_start >= roots["nested_end_ns"][-1] or sampled_end <= roots["start_ns"][0]
+    if elsewhere or ran > _MAX_RUNNING * max(sampled_end - sampled_start, 1):
         return nothing
     start, reached = roots["start_ns"].to_numpy(), np.maximum.accumulate(roots["nested_end_ns"].to_numpy())
     pause = start[1:] - reached[:-1]
     # The pauses fall into two groups, one far longer than the other: those between requests and those inside.
     ordered = np.sort(pause[pause > 0])
-    if ordered.size < _FEWEST_REQUESTS:
+    if ordered.size < _MIN_REQUESTS:
         return nothing
     logs = np.log(ordered)
     count = np.arange(1, logs.size)
-    below = np.cumsum(logs)[:-1] / count
-    above = (logs.sum() - np.cumsum(logs)[:-1]) / (logs.size - count)
-    between = count * (logs.size - count) * (above - below) ** 2  # the split with which both groups vary least
-    at = int(np.argmax(between))
-    inside, outside = np.median(ordered[: at + 1]), np.median(ordered[at + 1 :])
-    if outside < max(_APART * inside, _LEAST_GAP_NS):
+    lower_mean = np.cumsum(logs)[:-1] / count
+    upper_mean = (logs.sum() - np.cumsum(logs)[:-1]) / (logs.size - count)
+    between = (
+        count * (logs.size - count) * (upper_mean - lower_mean) ** 2
+    )  # the split with which both groups vary least
+    split = int(np.argmax(between))
+    short_pause, long_pause = np.median(ordered[: split + 1]), np.median(ordered[split + 1 :])
+    if long_pause < max(_MIN_GAP_RATIO * short_pause, _MIN_GAP_NS):
         return nothing
-    first = np.flatnonzero(np.append(True, pause > int(ordered[at])))
+    first = np.flatnonzero(np.append(True, pause > int(ordered[split])))
     names = roots["name"].gather(first)
     often = names.value_counts(sort=True).filter(pl.col("count") >= _OFTEN * first.size)
-    if first.size < _FEWEST_REQUESTS or often["count"].sum() < _ALIKE * first.size:
+    if first.size < _MIN_REQUESTS or often["count"].sum() < _ALIKE * first.size:
         return nothing
     first = first[names.is_in(often["name"].implode()).to_numpy()]  # the system may have interrupted one in its midst
     last = np.append(first[1:], start.size) - 1
     return pl.DataFrame({"name": "request", "start_ns": start[first], "end_ns": reached[last]})
 
 
-def step_of(steps: pl.DataFrame, time_ns: Ints) -> Ints:
+def locate_steps(steps: pl.DataFrame, time_ns: Ints) -> Ints:
     """The step that holds each time; `NO_STEP` outside."""
     if not steps.height:
         return np.full(len(time_ns), NO_STEP, dtype=np.int64, like=time_ns)
-    at = np.searchsorted(steps["start_ns"].to_numpy(), time_ns, side="right") - 1
-    row = np.maximum(at, 0)
-    inside = (at >= 0) & (time_ns < gather_rows(steps["end_ns"].to_numpy(), row))
-    return np.where(inside, gather_rows(steps["step"].to_numpy().astype(np.int64), row), NO_STEP)
+    index = np.searchsorted(steps["start_ns"].to_numpy(), time_ns, side="right") - 1
+    row = np.maximum(index, 0)
+    in_step = (index >= 0) & (time_ns < gather_rows(steps["end_ns"].to_numpy(), row))
+    return np.where(in_step, gather_rows(steps["step"].to_numpy().astype(np.int64), row), NO_STEP)
 
 
-def event_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
+def assign_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
     """The step of each event: of its start on the host; of its launch for GPU work, none without a launch."""
-    step = step_of(steps, start)
+    step = locate_steps(steps, start)
     return np.where(is_work, np.where(launch >= 0, step[launch], NO_STEP), step)

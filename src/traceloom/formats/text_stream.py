@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceloom.formats.resync import DamageLog
-from traceloom.system.gzip_stream import GzipStream, Step, open_file
+from traceloom.system.gzip_stream import GzipStream, ProgressCallback, open_file
 
-_BATCH = 1 << 20  # bytes of text decompressed ahead
+_BATCH_BYTES = 1 << 20  # bytes of text decompressed ahead
 
-Look = Callable[[bytes], None]
+TextObserver = Callable[[bytes], None]
 
 
 class _TraceFile(GzipStream):
@@ -42,8 +42,8 @@ def open_input(path: str | Path) -> BinaryIO:
     return sys.stdin.buffer if str(path) == "-" else open_file(path)
 
 
-def text_pieces(
-    stream: BinaryIO, damage: DamageLog, step: Step | None = None, look: Look | None = None
+def read_text_pieces(
+    stream: BinaryIO, damage: DamageLog, step: ProgressCallback | None = None, observer: TextObserver | None = None
 ) -> Iterator[bytes]:
     """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the decoding.
 
@@ -51,69 +51,69 @@ def text_pieces(
         stream: The file.
         damage: Told about a cut or corrupt gzip; what came before the fault is given all the same.
         step: Called with (bytes read from the file, bytes of text so far).
-        look: Called with all text in order, some of it long before it is given here; in that thread if there is one.
+        observer: Called with all text in order, some of it long before it is given here; in that thread if there is one.
 
     Raises:
         InputError: `gzip-bomb`, where the text grows out of all proportion.
     """
     file = _TraceFile(stream, step)
-    chunks = _unpacked(file, damage)
+    chunks = _decompress(file, damage)
     if not file.packed:
-        yield from _looked_at(_transcoded(_gathered(chunks, file.PIECE)), look)
+        yield from _observe_pieces(_convert_to_utf8(_join_chunks(chunks, file.PIECE)), observer)
         return
-    batches = _looked_at(_transcoded(_gathered(chunks, _BATCH)), look)
+    batches = _observe_pieces(_convert_to_utf8(_join_chunks(chunks, _BATCH_BYTES)), observer)
     with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
         ahead = pool.submit(next, batches, None)
         while (batch := ahead.result()) is not None:
             ahead = pool.submit(next, batches, None)
-            for at in range(0, len(batch), file.PIECE):
-                yield batch[at : at + file.PIECE]
+            for offset in range(0, len(batch), file.PIECE):
+                yield batch[offset : offset + file.PIECE]
 
 
-def first_pieces(stream: BinaryIO, damage: DamageLog, look: Look | None = None) -> Iterator[bytes]:
+def read_first_pieces(stream: BinaryIO, damage: DamageLog, observer: TextObserver | None = None) -> Iterator[bytes]:
     """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked for."""
-    yield from _looked_at(_transcoded(_unpacked(_TraceFile(stream), damage)), look)
+    yield from _observe_pieces(_convert_to_utf8(_decompress(_TraceFile(stream), damage)), observer)
 
 
-def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
-    for piece in pieces:
-        if look:
-            look(piece)
-        yield piece
+def _observe_pieces(chunks: Iterator[bytes], observer: TextObserver | None) -> Iterator[bytes]:
+    for chunk in chunks:
+        if observer:
+            observer(chunk)
+        yield chunk
 
 
-def _unpacked(file: GzipStream, damage: DamageLog) -> Iterator[bytes]:
+def _decompress(file: GzipStream, damage: DamageLog) -> Iterator[bytes]:
     yield from file
     if file.damage:
         text = "" if file.damage == "trailing-bytes" else f", {file.given} of the text"
         damage.note(file.damage, f"byte {file.read} of the compressed file{text}")
 
 
-def _gathered(chunks: Iterator[bytes], least: int) -> Iterator[bytes]:
+def _join_chunks(chunks: Iterator[bytes], min_bytes: int) -> Iterator[bytes]:
     """Chunks of any size joined to pieces of at least so many bytes."""
     waiting: list[bytes] = []
     size = 0
     for chunk in chunks:
         waiting.append(chunk)
         size += len(chunk)
-        if size >= least:
+        if size >= min_bytes:
             yield b"".join(waiting)
             waiting, size = [], 0
     if size:
         yield b"".join(waiting)
 
 
-def _transcoded(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _convert_to_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """UTF-8 without a byte order mark, from UTF-8 or UTF-16 with one."""
-    first = next(pieces, b"")
+    first = next(chunks, b"")
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         decoder: Any = codecs.getincrementaldecoder("utf-16")(errors="replace")
         yield decoder.decode(first).encode("utf-8", "replace")
-        for piece in pieces:
-            yield decoder.decode(piece).encode("utf-8", "replace")
+        for chunk in chunks:
+            yield decoder.decode(chunk).encode("utf-8", "replace")
         return
     yield first.removeprefix(codecs.BOM_UTF8)
-    yield from pieces
+    yield from chunks
 
 
 _BLANK = re.compile(rb"[\s,]*")
@@ -126,9 +126,9 @@ class TextBuffer:
         size: Bytes of text read so far.
     """
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Iterator[bytes]) -> None:
         self.size = 0
-        self._pieces = pieces
+        self._pieces = chunks
         self._text = b""  # what is read and not yet used up
         self._base = 0  # byte of the text at which it begins
         self._ended = False
@@ -137,13 +137,13 @@ class TextBuffer:
         """Have `count` bytes at hand, unless the text ends before; False at its end."""
         parts, have = [self._text] if self._text else [], len(self._text)
         while have < count and not self._ended:
-            piece = next(self._pieces, None)
-            if piece is None:
+            chunk = next(self._pieces, None)
+            if chunk is None:
                 self._ended = True
                 break
-            parts.append(piece)
-            have += len(piece)
-            self.size += len(piece)
+            parts.append(chunk)
+            have += len(chunk)
+            self.size += len(chunk)
         self._text = parts[0] if len(parts) == 1 else b"".join(parts)
         return have >= count
 
@@ -178,14 +178,14 @@ Places = NDArray[np.int64]
 
 _BRACE = ord("}")
 _WHITE = np.isin(np.arange(256), list(b" \t\r\n"))
-_MOST_BLANKS = 64  # between two entries; with more, the decoder is asked
+_MAX_BLANKS = 64  # between two entries; with more, the decoder is asked
 
 
 class BraceIndex:
     """Where closing braces stand in a text, found as it is read; before `begin` nobody asks."""
 
-    def __init__(self, begin: int = 0) -> None:
-        self._begin = begin
+    def __init__(self, start: int = 0) -> None:
+        self._begin = start
         self._seen = 0
         self._found: deque[Places] = deque()
 
@@ -202,9 +202,9 @@ class BraceIndex:
         parts = list(takewhile(lambda places: not places.size or places[0] < high, tuple(self._found)))
         if not parts:
             return np.zeros(0, dtype=np.int64)
-        places = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        first, end = np.searchsorted(places, (low, high))
-        return places[first:end] - low
+        positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first, end = np.searchsorted(positions, (low, high))
+        return positions[first:end] - low
 
 
 def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Places]:
@@ -220,33 +220,33 @@ def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Pla
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     # Where a bracket closes and, behind a comma, the next one opens.
-    signs, size = np.frombuffer(text, dtype=np.uint8), len(text.rstrip())
-    ends = begins = braces[braces < size - 1]
+    characters, size = np.frombuffer(text, dtype=np.uint8), len(text.rstrip())
+    entry_ends = starts = braces[braces < size - 1]
     for sign in b",{":
-        begins = begins + 1
-        for _ in range(_MOST_BLANKS):  # the next sign that is not white; there is one
-            white = _WHITE[signs[begins]]
+        starts = starts + 1
+        for _ in range(_MAX_BLANKS):  # the next sign that is not white; there is one
+            white = _WHITE[characters[starts]]
             if not white.any():
                 break
-            begins = begins + white
+            starts = starts + white
         else:
-            return _by_decoding(text)
-        fits = signs[begins] == sign
-        ends, begins = ends[fits], begins[fits]
-    if len(ends) != count - 1:
-        return _by_decoding(text)
-    begins, ends = np.concatenate([[0], begins]), np.concatenate([ends + 1, [size]])
-    return begins, ends - begins
+            return _locate_by_decoding(text)
+        fits = characters[starts] == sign
+        entry_ends, starts = entry_ends[fits], starts[fits]
+    if len(entry_ends) != count - 1:
+        return _locate_by_decoding(text)
+    starts, entry_ends = np.concatenate([[0], starts]), np.concatenate([entry_ends + 1, [size]])
+    return starts, entry_ends - starts
 
 
-def _by_decoding(text: bytes) -> tuple[Places, Places]:
+def _locate_by_decoding(text: bytes) -> tuple[Places, Places]:
     """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the entries."""
     raws = msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw])
-    begins, lengths, at = [], [], 0
+    starts, lengths, position = [], [], 0
     for raw in raws:
-        piece = bytes(raw)
-        at = text.index(piece, at)
-        begins.append(at)
-        lengths.append(len(piece))
-        at += len(piece)
-    return np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        entry = bytes(raw)
+        position = text.index(entry, position)
+        starts.append(position)
+        lengths.append(len(entry))
+        position += len(entry)
+    return np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)

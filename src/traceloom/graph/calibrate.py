@@ -11,17 +11,17 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, OfLast, array, point_times, points
+from traceloom.graph.graph import Graph, LastGraphCache, get_column_array, get_edge_points, get_point_times
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows
 
-RUNNING = "while running"  # place of these edges in `delays`
-_EARLY = 0.1  # of a name's fractions: a launch that came late only makes them larger
-_NO_TIME = 2**60  # a delay beyond this says that the edge does not hold
-_overlap_cache: OfLast[Ints] = OfLast()
+RUNNING_PLACE = "while running"  # place of these edges in `delays`
+_OVERLAP_QUANTILE = 0.1  # of a name's fractions: a launch that came late only makes them larger
+_MAX_DELAY_NS = 2**60  # a delay beyond this says that the edge does not hold
+_overlap_cache: LastGraphCache[Ints] = LastGraphCache()
 
 
-def overlapping_edges(graph: Graph) -> Ints:
+def find_overlapping_edges(graph: Graph) -> Ints:
     """Rows of the edges from the start of a work to the start of the next one on its stream."""
     remembered = _overlap_cache.of(graph)
     if remembered is not None:
@@ -31,27 +31,27 @@ def overlapping_edges(graph: Graph) -> Ints:
     return _overlap_cache.put(graph, np.flatnonzero(kind & started))
 
 
-def usual_overlap_ns(graph: Graph) -> Ints:
+def estimate_overlap_ns(graph: Graph) -> Ints:
     """After how much of the source's work the target usually starts, for each edge of `running`; ns, never negative.
 
     What lets the next work begin is a place in the program of the kernel before: the same part of all kernels of one
     name. Late launches make it look later, so a low one of the measured parts is taken.
     """
-    at = overlapping_edges(graph)
-    if not at.size:
-        return at
-    source, target = graph.edges["source"].to_numpy()[at], graph.edges["target"].to_numpy()[at]
+    rows = find_overlapping_edges(graph)
+    if not rows.size:
+        return rows
+    source, target = graph.edges["source"].to_numpy()[rows], graph.edges["target"].to_numpy()[rows]
     start = graph.nodes["start_ns"].to_numpy()
     duration = graph.nodes["duration_ns"].to_numpy()[source]
     part = np.clip(start[target] - start[source], 0, None) / np.maximum(duration, 1)
     name = graph.nodes["name"].gather(source).rank("dense").to_numpy().astype(np.int64)
     order = np.lexsort((part, name))
     opens = np.flatnonzero(np.append(True, np.diff(name[order]) != 0))
-    size = np.diff(np.append(opens, at.size))
-    low = part[order][opens + ((size - 1) * _EARLY).astype(np.int64)]
-    usual = np.empty(at.size)
-    usual[order] = np.repeat(low, size)
-    parts: Ints = np.rint(usual * duration).astype(np.int64)
+    size = np.diff(np.append(opens, rows.size))
+    low = part[order][opens + ((size - 1) * _OVERLAP_QUANTILE).astype(np.int64)]
+    typical = np.empty(rows.size)
+    typical[order] = np.repeat(low, size)
+    parts: Ints = np.rint(typical * duration).astype(np.int64)
     return parts
 
 
@@ -66,38 +66,38 @@ def scale_overlap(graph: Graph, work: Ints, delay: Ints) -> Ints:
     Returns:
         The same array where no delay changes, else a new one, with scenarios where an argument has them.
     """
-    at = overlapping_edges(graph)
-    if not at.size:
+    rows = find_overlapping_edges(graph)
+    if not rows.size:
         return delay
-    source = graph.edges["source"].to_numpy()[at]
+    source = graph.edges["source"].to_numpy()[rows]
     measured = (graph.nodes["work_ns"].gather(source) + graph.nodes["residual_ns"].gather(source)).to_numpy()
     # What is no work of its own, as one rank's part of a communication, has no parts.
     changed = (np.atleast_2d(work)[:, source] != measured).any(axis=0) & (measured > 0)
     if not changed.any():
         return delay
-    at, source, measured = at[changed], source[changed], measured[changed]
+    rows, source, measured = rows[changed], source[changed], measured[changed]
     shape = np.broadcast_shapes((*work.shape[:-1], 1), (*delay.shape[:-1], 1))[:-1]
     scaled = np.broadcast_to(delay, (*shape, delay.shape[-1])).copy()
-    held = scaled[..., at]
-    is_delay = np.abs(held) < _NO_TIME
-    parts = np.where(is_delay, held, 0) * (work[..., source] / measured)
-    scaled[..., at] = np.where(is_delay, np.rint(parts).astype(np.int64), held)
+    current = scaled[..., rows]
+    is_delay = np.abs(current) < _MAX_DELAY_NS
+    parts = np.where(is_delay, current, 0) * (work[..., source] / measured)
+    scaled[..., rows] = np.where(is_delay, np.rint(parts).astype(np.int64), current)
     return scaled
 
 
 # Kinds whose edges take time of their own; all others only order. `place` of each: which ends are named, and how.
-_CALL_FIRST = ("launch",)  # call > kind of work
-_CALL_LAST = ("synchronize", "queue")  # kind of work > call
-_KINDS = ("stream", "wait", "occupancy", "cross-thread")  # kind > kind
-TIMED = (*_CALL_FIRST, *_CALL_LAST, *_KINDS)
-ANY = ""  # place of the row that stands for all of a kind
-TRANSFER = "transfer"  # place of what leads out of a meeting: takes what this one communication took
+_FROM_CALL_KINDS = ("launch",)  # call > kind of work
+_TO_CALL_KINDS = ("synchronize", "queue")  # kind of work > call
+_NODE_TO_NODE_KINDS = ("stream", "wait", "occupancy", "cross-thread")  # kind > kind
+TIMED_KINDS = (*_FROM_CALL_KINDS, *_TO_CALL_KINDS, *_NODE_TO_NODE_KINDS)
+ANY_PLACE = ""  # place of the row that stands for all of a kind
+TRANSFER_PLACE = "transfer"  # place of what leads out of a meeting: takes what this one communication took
 # Where no edge of a kind shows how long it takes, in ns: medians of public traces of H100, A100 and V100.
-_USUAL = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
-_START = " start"  # of a source whose start is what counts
+_DEFAULT_DELAYS_NS = {"launch": 6_500, "synchronize": 5_000, "stream": 1_000, "wait": 1_500}
+_START_SUFFIX = " start"  # of a source whose start is what counts
 
 
-class Classes(Struct, frozen=True):
+class EdgeClasses(Struct, frozen=True):
     """Which edge is of which class.
 
     Attributes:
@@ -116,75 +116,77 @@ class Classes(Struct, frozen=True):
     running: Ints
 
 
-_KNOWN: OfLast[Classes] = OfLast()
+_classes_cache: LastGraphCache[EdgeClasses] = LastGraphCache()
 
 
-def share_classes(graph: Graph, edge_classes: Classes) -> None:
+def share_classes(graph: Graph, edge_classes: EdgeClasses) -> None:
     """Remember these classes for a graph that differs from theirs only in its times."""
-    _KNOWN.put(graph, edge_classes)
+    _classes_cache.put(graph, edge_classes)
 
 
-def classes(graph: Graph) -> Classes:
+def classify_edges(graph: Graph) -> EdgeClasses:
     """Sort the edges of a graph into classes.
 
     A class is the kind of edge and its place: for launches the call and the kind of work, for what a call waits for
     the kind of work and the call, else the kinds of both nodes.
     """
-    remembered = _KNOWN.of(graph)
+    remembered = _classes_cache.of(graph)
     if remembered is not None:
         return remembered
     nodes, edges = graph.nodes, graph.edges
-    source, target, kind = (array(graph, edges[column]) for column in ("source", "target", "kind"))
-    node_kind = array(graph, nodes["kind"])
+    source, target, kind = (get_column_array(graph, edges[column]) for column in ("source", "target", "kind"))
+    node_kind = get_column_array(graph, nodes["kind"])
     from_kind, to_kind = node_kind[source], node_kind[target]
     transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
-    external = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _codes(("origin",)))
-    guessed = array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
+    external = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(kind, _get_kind_codes(("origin",)))
+    guessed = get_column_array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
     external |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
-    timed = np.isin(kind, _codes(TIMED)) & ~transfer & ~external
+    has_class = np.isin(kind, _get_kind_codes(TIMED_KINDS)) & ~transfer & ~external
     # What orders the ends of works that overlap takes no time.
-    timed &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))
-    meanwhile = overlapping_edges(graph)
-    timed[meanwhile] = False
-    at = np.flatnonzero(timed)
-    kind, source, target = kind[at], source[at], target[at]
-    first, last = np.isin(kind, _codes(_CALL_FIRST)), np.isin(kind, _codes(_CALL_LAST))
+    has_class &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))
+    meanwhile = find_overlapping_edges(graph)
+    has_class[meanwhile] = False
+    rows = np.flatnonzero(has_class)
+    kind, source, target = kind[rows], source[rows], target[rows]
+    first, last = np.isin(kind, _get_kind_codes(_FROM_CALL_KINDS)), np.isin(kind, _get_kind_codes(_TO_CALL_KINDS))
     called = np.where(first, source, target)[first | last]
     names, name_of = np.unique(called, return_inverse=True)
     calls = nodes["name"][names]
     code = calls.rank("dense").to_numpy() if calls.len() else np.zeros(0, dtype=np.int64)
-    name = np.zeros(at.size, dtype=np.int64, like=kind)
+    name = np.zeros(rows.size, dtype=np.int64, like=kind)
     name[first | last] = code[name_of]
-    overlapping = ~edges["from_end"].to_numpy()[at] & ~first & ~last
+    overlapping = ~edges["from_end"].to_numpy()[rows] & ~first & ~last
     kinds = len(gs.NODE_KINDS)
-    ends = np.where(first, 0, from_kind[at]) * kinds + np.where(last, 0, to_kind[at])
-    key = ((kind.astype(np.int64) * kinds * kinds + ends) * 2 + overlapping) * (calls.len() + 1) + name
+    kind_pair = np.where(first, 0, from_kind[rows]) * kinds + np.where(last, 0, to_kind[rows])
+    key = ((kind.astype(np.int64) * kinds * kinds + kind_pair) * 2 + overlapping) * (calls.len() + 1) + name
     _, example, number = np.unique(key, return_index=True, return_inverse=True)
-    of = np.full(edges.height, -1, dtype=np.int32, like=kind)
-    of[at] = number
+    class_of_edge = np.full(edges.height, -1, dtype=np.int32, like=kind)
+    class_of_edge[rows] = number
     # The kind and place of each class, as one of its edges tells.
-    examples = edges[at[example]]
+    examples = edges[rows[example]]
     end_names = []
-    for end, by_name in (("source", _CALL_FIRST), ("target", _CALL_LAST)):
+    for end, call_kinds in (("source", _FROM_CALL_KINDS), ("target", _TO_CALL_KINDS)):
         at_end = nodes.select("name", "kind")[examples[end]].with_columns(pl.col("kind").cast(pl.String))
-        named = examples["kind"].cast(pl.String).is_in(by_name)
-        end_names.append(pl.select(pl.when(named).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
-    starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in((*_CALL_FIRST, *_CALL_LAST))
-    between = pl.when(starts).then(pl.lit(f"{_START} > ")).otherwise(pl.lit(" > "))
+        from_call = examples["kind"].cast(pl.String).is_in(call_kinds)
+        end_names.append(pl.select(pl.when(from_call).then(at_end["name"]).otherwise(at_end["kind"])).to_series())
+    starts = ~examples["from_end"] & ~examples["kind"].cast(pl.String).is_in((*_FROM_CALL_KINDS, *_TO_CALL_KINDS))
+    between = pl.when(starts).then(pl.lit(f"{_START_SUFFIX} > ")).otherwise(pl.lit(" > "))
     class_name = pl.concat_str(end_names[0].alias("source"), between, end_names[1].alias("target")).alias("place")
-    return Classes(of, pl.select(examples["kind"], class_name), transfer, external, meanwhile)
+    return EdgeClasses(class_of_edge, pl.select(examples["kind"], class_name), transfer, external, meanwhile)
 
 
-def _codes(kinds: tuple[str, ...]) -> list[int]:
+def _get_kind_codes(kinds: tuple[str, ...]) -> list[int]:
     return [gs.EDGE_KINDS.index(kind) for kind in kinds if kind in gs.EDGE_KINDS]
 
 
-def default_delay_ns(table: pl.DataFrame) -> Ints:
+def get_default_delays_ns(table: pl.DataFrame) -> Ints:
     """What edges of each class usually take on any machine; 0 where nothing is usual. Shape (classes,)."""
     kind = table["kind"].cast(pl.String)
-    usual: Ints = kind.replace_strict(list(_USUAL), list(_USUAL.values()), default=0, return_dtype=pl.Int64).to_numpy()
-    starts: Bools = table["place"].str.contains(f"{_START} > ", literal=True).to_numpy()
-    return np.where(starts, 0, usual)
+    typical: Ints = kind.replace_strict(
+        list(_DEFAULT_DELAYS_NS), list(_DEFAULT_DELAYS_NS.values()), default=0, return_dtype=pl.Int64
+    ).to_numpy()
+    starts: Bools = table["place"].str.contains(f"{_START_SUFFIX} > ", literal=True).to_numpy()
+    return np.where(starts, 0, typical)
 
 
 def class_delays(graph: Graph) -> Ints:
@@ -193,21 +195,21 @@ def class_delays(graph: Graph) -> Ints:
     Of edges with a time of their own (transfers, times given from outside) see `own_times`. Shape (edges,), ns; 0 for
     edges that only order, and for classes that the graph's `delays` do not know.
     """
-    edge_classes = classes(graph)
+    edge_classes = classify_edges(graph)
     table = edge_classes.table.join(graph.delays, on=["kind", "place"], how="left", maintain_order="left")
-    of_kinds = graph.delays.filter(pl.col("place") == ANY).select("kind", pl.col("median_ns").alias("of_kind"))
-    table = table.join(of_kinds, on="kind", how="left", maintain_order="left")
+    kind_delays = graph.delays.filter(pl.col("place") == ANY_PLACE).select("kind", pl.col("median_ns").alias("of_kind"))
+    table = table.join(kind_delays, on="kind", how="left", maintain_order="left")
     median = table.select(pl.coalesce("median_ns", "of_kind").fill_null(0)).to_series().to_numpy()
-    return spread(edge_classes, median, own_times(graph, edge_classes))
+    return expand_class_delays(edge_classes, median, compute_own_times(graph, edge_classes))
 
 
-def spread(edge_classes: Classes, median: Ints, own: Ints) -> Ints:
-    """The constant of each edge from that of its class; `own` where it has no class."""
-    constant: Ints = np.where(edge_classes.of >= 0, gather_rows(np.append(median, 0), edge_classes.of), own)
+def expand_class_delays(edge_classes: EdgeClasses, median: Ints, own_times: Ints) -> Ints:
+    """The constant of each edge from that of its class; `own_times` where it has no class."""
+    constant: Ints = np.where(edge_classes.of >= 0, gather_rows(np.append(median, 0), edge_classes.of), own_times)
     return constant
 
 
-def own_times(graph: Graph, edge_classes: Classes) -> Ints:
+def compute_own_times(graph: Graph, edge_classes: EdgeClasses) -> Ints:
     """Times of edges that stand for work of their own, as measured; 0 for all others. Shape (edges,), ns.
 
     A transfer takes the median over the parts of its communication: it is work of that communication, as the duration
@@ -215,30 +217,30 @@ def own_times(graph: Graph, edge_classes: Classes) -> Ints:
     long peers that were not recorded kept us waiting) stays as it was. Work that starts while the one before runs does
     so after a part of that, see `usual_parts`.
     """
-    own = np.zeros(edge_classes.of.size, dtype=np.int64, like=edge_classes.of)
-    own[edge_classes.running] = usual_overlap_ns(graph)
-    external, at = np.flatnonzero(edge_classes.given), np.flatnonzero(edge_classes.transfer)
-    if not external.size and not at.size:
-        return own
-    source, target = points(graph)
-    times = point_times(graph)
-    own[external] = times[target[external]] - times[source[external]]
-    meeting = source[at]
-    slack = times[target[at]] - times[meeting]
+    own_times = np.zeros(edge_classes.of.size, dtype=np.int64, like=edge_classes.of)
+    own_times[edge_classes.running] = estimate_overlap_ns(graph)
+    external, transfers = np.flatnonzero(edge_classes.given), np.flatnonzero(edge_classes.transfer)
+    if not external.size and not transfers.size:
+        return own_times
+    source, target = get_edge_points(graph)
+    times = get_point_times(graph)
+    own_times[external] = times[target[external]] - times[source[external]]
+    meeting = source[transfers]
+    slack = times[target[transfers]] - times[meeting]
     order = np.lexsort((slack, meeting))
-    opens = np.flatnonzero(np.append(True, np.diff(meeting[order]) != 0)) if at.size else at
-    size = np.diff(np.append(opens, at.size))
-    middle = slack[order][opens + (size - 1) // 2] if at.size else slack
-    own[at[order]] = np.repeat(middle, size)
-    return own
+    opens = np.flatnonzero(np.append(True, np.diff(meeting[order]) != 0)) if transfers.size else transfers
+    size = np.diff(np.append(opens, transfers.size))
+    middle = slack[order][opens + (size - 1) // 2] if transfers.size else slack
+    own_times[transfers[order]] = np.repeat(middle, size)
+    return own_times
 
 
-_ROUNDS = 4  # which edge was the last depends on the delays, which depend on which edge was the last
-_CALLS = (gs.BLOCK, gs.LAUNCH)
-_EARLIEST = np.iinfo(np.int64).min // 2
+_MAX_ROUNDS = 4  # which edge was the last depends on the delays, which depend on which edge was the last
+_CALL_KINDS = (gs.BLOCK, gs.LAUNCH)
+_MIN_TIME = np.iinfo(np.int64).min // 2
 
 
-class _Measured(Struct, frozen=True):
+class _MeasuredEdges(Struct, frozen=True):
     """A graph's edges by the point they hold back, with measured times.
 
     Attributes:
@@ -263,19 +265,19 @@ class _Measured(Struct, frozen=True):
     duration: Ints
     waits: Bools
 
-    def of_points(self, points: Bools) -> tuple[_Measured, Ints]:
+    def of_points(self, points: Bools) -> tuple[_MeasuredEdges, Ints]:
         """The same with the edges into some of the points alone, and which edges these are."""
-        at = np.flatnonzero(points[self.point])
-        order, first, held = _by_point(self.point[at])
+        rows = np.flatnonzero(points[self.point])
+        order, first, has_edge = _sort_by_point(self.point[rows])
         selected = structs.replace(
-            self, source=self.source[at], target=self.target[at], point=self.point[at],
-            order=order, first=first, held=held,
+            self, source=self.source[rows], target=self.target[rows], point=self.point[rows],
+            order=order, first=first, held=has_edge,
         )  # fmt: skip
-        return selected, at
+        return selected, rows
 
     def latest(self, values: Ints) -> Ints:
         """The highest value over the edges into each point; a very low one where there are none. Shape (points,)."""
-        highest = np.full(2 * self.start.size, _EARLIEST, dtype=np.int64, like=self.source)
+        highest = np.full(2 * self.start.size, _MIN_TIME, dtype=np.int64, like=self.source)
         if self.point.size:
             highest[self.held] = np.maximum.reduceat(self.ordered(values), self.first)
         return highest
@@ -299,9 +301,9 @@ class _Measured(Struct, frozen=True):
         """For each edge the highest value over the other edges into its point; a very low one where there are none."""
         highest = self.latest(values)[self.point]
         winners = self.first_equal(values, highest)
-        rest = values.copy()
-        rest[winners] = _EARLIEST
-        highest[winners] = self.latest(rest)[self.point[winners]]
+        remaining = values.copy()
+        remaining[winners] = _MIN_TIME
+        highest[winners] = self.latest(remaining)[self.point[winners]]
         return highest
 
 
@@ -320,18 +322,18 @@ def calibrate(graph: Graph) -> Graph:
         The graph with `work_ns`, `residual_ns`, `delay_ns` and `delays` filled in. `Plan(graph).evaluate()` gives its
         measured times to the nanosecond.
     """
-    source, target = points(graph)
-    times = point_times(graph)
-    order, first, held = _by_point(target)
+    source, target = get_edge_points(graph)
+    times = get_point_times(graph)
+    order, first, has_edge = _sort_by_point(target)
     waits = np.zeros(graph.nodes.height, dtype=np.bool_, like=target)
     waits[target[target % 2 == 1] // 2] = True
     start, duration = times[0::2], times[1::2] - times[0::2]
-    measured = _Measured(times[source], times[target], target, order, first, held, start, duration, waits)
-    edge_classes = classes(graph)
-    own = own_times(graph, edge_classes)
-    cost = _own_cost(graph, measured)
-    median, count = _class_medians(graph, measured, edge_classes, own, cost)
-    constant = spread(edge_classes, median, own)
+    measured = _MeasuredEdges(times[source], times[target], target, order, first, has_edge, start, duration, waits)
+    edge_classes = classify_edges(graph)
+    own_times = compute_own_times(graph, edge_classes)
+    cost = _compute_call_costs(graph, measured)
+    median, count = _compute_class_medians(graph, measured, edge_classes, own_times, cost)
+    constant = expand_class_delays(edge_classes, median, own_times)
     slack = measured.target - measured.source
     blocked = measured.latest(measured.source + constant)[1::2] > measured.start + cost
     work = np.where(measured.waits & blocked, cost, measured.duration)
@@ -343,37 +345,39 @@ def calibrate(graph: Graph) -> Graph:
     own_end = start + work
     node_last = own_end >= measured.latest(arrival)[1::2]
     node_residual[node_last] = (start + duration - own_end)[node_last]
-    chosen = measured.winners(arrival)
-    point = target[chosen]
-    chosen = chosen[(point % 2 == 0) | ~node_last[point // 2]]
-    edge_residual[chosen] = measured.target[chosen] - arrival[chosen]
+    winning = measured.winners(arrival)
+    point = target[winning]
+    winning = winning[(point % 2 == 0) | ~node_last[point // 2]]
+    edge_residual[winning] = measured.target[winning] - arrival[winning]
     nodes = graph.nodes.with_columns(pl.Series("work_ns", work), pl.Series("residual_ns", node_residual))
     edges = graph.edges.with_columns(pl.Series("delay_ns", delay), pl.Series("residual_ns", edge_residual))
     # The `delays` frame: a row for each class, one for each kind as a whole, and one for transfers
     table = edge_classes.table.with_columns(pl.Series("count", count), pl.Series("median_ns", median))
-    transfers = own[edge_classes.transfer]
-    more = []
+    transfers = own_times[edge_classes.transfer]
+    extra_rows = []
     if transfers.size:
-        more.append(("rendezvous", TRANSFER, transfers.size, int(np.median(transfers))))
+        extra_rows.append(("rendezvous", TRANSFER_PLACE, transfers.size, int(np.median(transfers))))
     if edge_classes.running.size:
-        more.append(("stream", RUNNING, edge_classes.running.size, int(np.median(own[edge_classes.running]))))
+        extra_rows.append(
+            ("stream", RUNNING_PLACE, edge_classes.running.size, int(np.median(own_times[edge_classes.running])))
+        )
     for (kind,), rows in table.filter(pl.col("count") > 0).group_by("kind", maintain_order=True):
         # The median of the kind is that of its most frequent class: classes differ more than edges of one class.
-        most = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
-        more.append((str(kind), ANY, int(rows["count"].sum()), most["median_ns"]))
+        most_common = rows.sort("count", descending=True, maintain_order=True).row(0, named=True)
+        extra_rows.append((str(kind), ANY_PLACE, int(rows["count"].sum()), most_common["median_ns"]))
     schema = gs.GRAPH_SCHEMAS["delays"]
-    of_kinds = pl.DataFrame(more, schema=schema, orient="row")
+    kind_delays = pl.DataFrame(extra_rows, schema=schema, orient="row")
     calibrated = replace(
         graph,
         nodes=nodes,
         edges=edges,
-        delays=pl.concat([table.cast(schema), of_kinds]).sort("kind", "place", maintain_order=True),
+        delays=pl.concat([table.cast(schema), kind_delays]).sort("kind", "place", maintain_order=True),
     )
     share_classes(calibrated, edge_classes)
     return calibrated
 
 
-def _by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
+def _sort_by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
     """Edges by target point: their order (None where they stand in it), the first of each point, and these points."""
     order = None if (point[1:] >= point[:-1]).all() else np.argsort(point, kind="stable")
     ordered = point if order is None else point[order]
@@ -381,33 +385,35 @@ def _by_point(point: Ints) -> tuple[Ints | None, Ints, Ints]:
     return order, first, ordered[first]
 
 
-def _own_cost(graph: Graph, measured: _Measured) -> Ints:
+def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
     """What each waiting node takes when it has nothing to wait for: shape (nodes,), ns, at most its duration.
 
     The median over calls of its name that waited for nothing, or for what was done when they began; where there are
     none, over all launches that did not wait. Communication and waiting for other threads cost nothing themselves.
     """
-    kind = array(graph, graph.nodes["kind"])
-    alone = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
+    kind = get_column_array(graph, graph.nodes["kind"])
+    on_device = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
     # How much of a kernel that ends after the one before it was waiting for that, nobody says.
-    cost = np.where(alone, measured.duration, 0)
-    call = np.isin(kind, [gs.NODE_KINDS.index(name) for name in _CALLS])
-    at = np.flatnonzero(call & measured.waits)
-    if not at.size:
+    cost = np.where(on_device, measured.duration, 0)
+    call = np.isin(kind, [gs.NODE_KINDS.index(name) for name in _CALL_KINDS])
+    waiting_calls = np.flatnonzero(call & measured.waits)
+    if not waiting_calls.size:
         return cost
     free = call & (measured.latest(measured.source)[1::2] <= measured.start)
     code = graph.nodes["name"][np.flatnonzero(call)].rank("dense").to_numpy().astype(np.int64)
-    of = np.full(kind.size, -1, dtype=np.int64, like=kind)
-    of[call] = code
-    median, count = medians(of[free], measured.duration[free], int(code.max()) + 1)
+    name_codes = np.full(kind.size, -1, dtype=np.int64, like=kind)
+    name_codes[call] = code
+    median, count = compute_medians(name_codes[free], measured.duration[free], int(code.max()) + 1)
     launches = free & (kind == gs.NODE_KINDS.index(gs.LAUNCH))
-    usual = int(np.median(measured.duration[launches])) if launches.any() else 0
-    cost[at] = np.minimum(np.where(count > 0, median, usual)[of[at]], measured.duration[at])
+    typical = int(np.median(measured.duration[launches])) if launches.any() else 0
+    cost[waiting_calls] = np.minimum(
+        np.where(count > 0, median, typical)[name_codes[waiting_calls]], measured.duration[waiting_calls]
+    )
     return cost
 
 
-def _class_medians(
-    graph: Graph, measured: _Measured, edge_classes: Classes, own: Ints, cost: Ints
+def _compute_class_medians(
+    graph: Graph, measured: _MeasuredEdges, edge_classes: EdgeClasses, own_times: Ints, cost: Ints
 ) -> tuple[Ints, Ints]:
     """The median delay of each class, and over how many edges; of classes without any, that of their kind.
 
@@ -419,53 +425,53 @@ def _class_medians(
     """
     slack = measured.target - measured.source
     size = edge_classes.table.height
-    of_kind = edge_classes.table["kind"].to_physical().to_numpy().astype(np.int64)
+    kind_codes = edge_classes.table["kind"].to_physical().to_numpy().astype(np.int64)
     has_class = edge_classes.of >= 0
-    least = np.full(size, np.iinfo(np.int64).max)
-    np.minimum.at(least, edge_classes.of[has_class], slack[has_class])
-    kind = array(graph, graph.edges["kind"])
+    min_slack = np.full(size, np.iinfo(np.int64).max)
+    np.minimum.at(min_slack, edge_classes.of[has_class], slack[has_class])
+    kind = get_column_array(graph, graph.edges["kind"])
     follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)  # points behind other work of their stream
     follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
     usable = has_class & ((kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point])
-    own_end = np.full(2 * measured.start.size, _EARLIEST, dtype=np.int64, like=measured.start)
+    own_end = np.full(2 * measured.start.size, _MIN_TIME, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
     # Most edges only order; what they hold back is looked at where an edge of a class leads to it, too.
     relevant = np.zeros(own_end.size, dtype=np.bool_, like=own_end)
     relevant[measured.point[usable]] = True
-    measured, at = measured.of_points(relevant)
-    edge_classes = structs.replace(edge_classes, of=edge_classes.of[at])
-    own, usable, slack = own[at], usable[at], slack[at]
+    measured, rows = measured.of_points(relevant)
+    edge_classes = structs.replace(edge_classes, of=edge_classes.of[rows])
+    own_times, usable, slack = own_times[rows], usable[rows], slack[rows]
     median = np.zeros(size, dtype=np.int64)
     count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
-    for _ in range(_ROUNDS):
-        arrival = measured.source + spread(edge_classes, median, own)
+    for _ in range(_MAX_ROUNDS):
+        arrival = measured.source + expand_class_delays(edge_classes, median, own_times)
         # The source came after all else with its delay: an edge that is last only by its own class's delay would
         # confirm that.
-        held = usable & (measured.source >= np.maximum(measured.others(arrival), own_end[measured.point]))
+        binding = usable & (measured.source >= np.maximum(measured.others(arrival), own_end[measured.point]))
         before = median
-        median, count = medians(edge_classes.of[held], slack[held], size)
-        kinds, several = medians(of_kind[edge_classes.of[held]], slack[held], len(gs.EDGE_KINDS))
-        median = np.where(count > 0, median, kinds[of_kind])
+        median, count = compute_medians(edge_classes.of[binding], slack[binding], size)
+        kinds, several = compute_medians(kind_codes[edge_classes.of[binding]], slack[binding], len(gs.EDGE_KINDS))
+        median = np.where(count > 0, median, kinds[kind_codes])
         if (median == before).all():
             break
     # A guess does not decide about what held something back.
-    guess = np.where(several[of_kind] > 0, median, default_delay_ns(edge_classes.table))
-    return np.where(count > 0, median, np.minimum(guess, least)), count
+    guess = np.where(several[kind_codes] > 0, median, get_default_delays_ns(edge_classes.table))
+    return np.where(count > 0, median, np.minimum(guess, min_slack)), count
 
 
-def medians(of: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> tuple[Ints, Ints]:
+def compute_medians(class_codes: NDArray[np.signedinteger[Any]], values: Ints, classes: int) -> tuple[Ints, Ints]:
     """The lower median of the values of each class, and how many there are; 0 for a class without values.
 
     Args:
-        of: Class of each value, 0 <= class < `classes`; shape (values,).
+        class_codes: Class of each value, 0 <= class < `classes`; shape (values,).
         values: Anything; shape (values,).
         classes: Number of classes.
 
     Returns:
         Medians and counts; shape (classes,).
     """
-    order = np.lexsort((values, of))
-    count = np.bincount(of, minlength=classes)
+    order = np.lexsort((values, class_codes))
+    count = np.bincount(class_codes, minlength=classes)
     first = np.cumsum(count) - count
     median = np.zeros(classes, dtype=np.int64)
     nonempty = count > 0

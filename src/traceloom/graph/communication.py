@@ -17,17 +17,17 @@ from msgspec import Struct
 
 from traceloom.graph import graph as gs
 from traceloom.graph.device_work import DeviceWork
-from traceloom.graph.graph import GRAPH_SCHEMAS, empty_frame
-from traceloom.graph.host_tree import HOST_BACKENDS, HostTree, matches_pattern
+from traceloom.graph.graph import GRAPH_SCHEMAS, make_empty_frame
+from traceloom.graph.host_tree import HOST_BACKENDS, HostTree, match_names
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import nearest, row_numbers
+from traceloom.trace.arrays import build_event_column, find_nearest_ancestor
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from traceloom.graph.rank import Parts
+    from traceloom.graph.rank import RankParts
 
 
 # First match wins; kernel names in lower case. NCCL's names are of the first operation that was grouped, a hint.
@@ -40,8 +40,8 @@ _KERNEL_KINDS = (
     ("reduce", r"nccl(dev)?kernel_reduce_"),
     ("send_receive", r"send_?recv"),
 )
-_NOT_THE_OPERATION = ("wait", "init", "unknown")  # calls about communication that move nothing
-_PAIRS = {"send": "send", "recv": "receive"}
+_NON_OPERATIONS = ("wait", "init", "unknown")  # calls about communication that move nothing
+_MESSAGE_KINDS = {"send": "send", "recv": "receive"}
 _FIELDS = (
     "kind", "group", "group_size", "ranks", "element_type", "in_bytes", "out_bytes", "sequence", "peer", "tag",
     "in_splits", "out_splits",
@@ -63,11 +63,11 @@ class RankCommunication(Struct, frozen=True):
     host_event: Ints
     about: pl.DataFrame
 
-    def nodes(self, parts: Parts) -> Ints:
+    def nodes(self, parts: RankParts) -> Ints:
         """Node of each row."""
         return np.concatenate([parts.work_node[self.work], parts.segment_node[parts.host.first[self.host_event]]])
 
-    def rows(self, parts: Parts) -> pl.DataFrame:
+    def rows(self, parts: RankParts) -> pl.DataFrame:
         """The `communication` frame."""
         nodes = self.nodes(parts)
         order = np.argsort(nodes, kind="stable")
@@ -77,13 +77,13 @@ class RankCommunication(Struct, frozen=True):
 
 
 @lru_cache(maxsize=1)
-def _kernel_pattern() -> str:
+def _build_kernel_pattern() -> str:
     """The table of kernels' names that say communication, as one expression."""
     table = json.loads((files("traceloom") / "analyze" / "kernel_rules.json").read_text(encoding="utf-8"))
     return "(?i)" + "|".join(f"(?:{row['pattern']})" for row in table if row["category"] == "communication")
 
 
-def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCommunication:
+def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCommunication:
     """Find the communication of a rank.
 
     On devices: kernels by the table of names. On hosts: calls of back ends that work there (`gloo:all_reduce`).
@@ -92,52 +92,52 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCommuni
     """
     category = trace.events["category"][work.row]
     names = trace.events["name"][work.row]
-    is_communication = matches_pattern(names, _kernel_pattern()) & (category == cat.KERNEL).to_numpy()
-    chosen = np.flatnonzero(is_communication)
+    is_communication = match_names(names, _build_kernel_pattern()) & (category == cat.KERNEL).to_numpy()
+    selected = np.flatnonzero(is_communication)
     # outermost calls of back ends that communicate from the host, without GPU work of their own
     outermost = tree.named(HOST_BACKENDS) & ~tree.call
-    outermost &= nearest(tree.parent, outermost) < 0
+    outermost &= find_nearest_ancestor(tree.parent, outermost) < 0
     submitted = np.zeros(tree.row.size + 1, dtype=np.int64)
     np.add.at(submitted, work.call[work.call >= 0] + 1, 1)
     total = np.cumsum(submitted)
     host = np.flatnonzero(outermost)
     host = host[total[tree.stop[host]] == total[host]]
-    if not chosen.size and not host.size:
-        return RankCommunication(chosen, chosen, host, empty_frame("communication").select(_FIELDS))
+    if not selected.size and not host.size:
+        return RankCommunication(selected, selected, host, make_empty_frame("communication").select(_FIELDS))
     # what the file says of each event that describes a collective; columns `event` and _FIELDS
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
     described = (
-        trace.collectives.filter(~pl.col("kind").is_in(_NOT_THE_OPERATION) | pl.col("kind").is_null())
+        trace.collectives.filter(~pl.col("kind").is_in(_NON_OPERATIONS) | pl.col("kind").is_null())
         .unique("event", keep="first", maintain_order=True)
         .join(members.unique("group"), on="group", how="left", maintain_order="left")
         .with_columns(
-            pl.coalesce(whole_list("ranks", pl.Int32), "members"),
-            whole_list("in_splits", pl.Int64),
-            whole_list("out_splits", pl.Int64),
+            pl.coalesce(parse_number_list("ranks", pl.Int32), "members"),
+            parse_number_list("in_splits", pl.Int64),
+            parse_number_list("out_splits", pl.Int64),
             pl.lit(None, pl.Int64).alias("tag"),
         )
     )
     number = np.full(trace.events.height, -1)
     number[described["event"].to_numpy()] = np.arange(described.height)
-    rows = work.row[chosen]
-    about = _completed(tree, described, work.call[chosen], names[chosen], own=number[rows])
+    rows = work.row[selected]
+    fields = _fill_from_context(tree, described, work.call[selected], names[selected], own_rows=number[rows])
     if host.size:
-        about = pl.concat([about, _completed(tree, described, host, tree.name[host])])
-    about = about.with_columns(pl.col("kind").replace(_PAIRS))
+        fields = pl.concat([fields, _fill_from_context(tree, described, host, tree.name[host])])
+    fields = fields.with_columns(pl.col("kind").replace(_MESSAGE_KINDS))
     node_kinds = {"send": gs.SEND, "receive": gs.RECEIVE}
-    codes = [gs.NODE_KINDS.index(node_kinds.get(kind, gs.COLLECTIVE)) for kind in about["kind"].head(chosen.size)]
-    return RankCommunication(chosen, np.array(codes, dtype=np.int64), host, about)
+    codes = [gs.NODE_KINDS.index(node_kinds.get(kind, gs.COLLECTIVE)) for kind in fields["kind"].head(selected.size)]
+    return RankCommunication(selected, np.array(codes, dtype=np.int64), host, fields)
 
 
-def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
+def parse_number_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
     """Text such as `[0, 8, 16]` as a list of numbers; null where the file cut it, and for empty ones."""
-    inside = pl.col(column).str.extract(r"^\s*\[([\d,\s-]+)\]\s*$").str.replace_all(r"\s", "").str.split(",")
-    numbers = inside.list.eval(pl.element().cast(dtype, strict=False))
+    items = pl.col(column).str.extract(r"^\s*\[([\d,\s-]+)\]\s*$").str.replace_all(r"\s", "").str.split(",")
+    numbers = items.list.eval(pl.element().cast(dtype, strict=False))
     return pl.when(numbers.list.eval(pl.element().is_not_null()).list.all()).then(numbers).alias(column)
 
 
-def _completed(
-    tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series, own: Ints | None = None
+def _fill_from_context(
+    tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series, own_rows: Ints | None = None
 ) -> pl.DataFrame:
     """The fields of communications: their own, completed by those of the described events around them, and by names.
 
@@ -146,23 +146,23 @@ def _completed(
         described: Events that describe a collective.
         position: Where each communication, or the call that launched it, stands in the tree; -1 for nowhere.
         names: Its name.
-        own: The row of `described` that is about itself, -1 for none; None where `position` says that.
+        own_rows: The row of `described` that is about itself, -1 for none; None where `position` says that.
     """
     number = np.full(tree.row.size + 1, -1)
-    at = tree.position[described["event"].to_numpy()]
-    number[at[at >= 0]] = np.flatnonzero(at >= 0)
+    positions = tree.position[described["event"].to_numpy()]
+    number[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
     is_described = number >= 0
-    above = np.append(nearest(tree.parent, is_described[:-1]), -1)
-    parts = [] if own is None else [described[row_numbers(own)]]
+    outer = np.append(find_nearest_ancestor(tree.parent, is_described[:-1]), -1)
+    parts = [] if own_rows is None else [described[build_event_column(own_rows)]]
     current = position
     for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
-        current = np.where(is_described[current], current, above[current])
-        parts.append(described[row_numbers(number[current])])
-        current = above[current]
+        current = np.where(is_described[current], current, outer[current])
+        parts.append(described[build_event_column(number[current])])
+        current = outer[current]
     lower = names.str.to_lowercase().alias("lower")
-    by_name = [pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS]
+    name_kinds = [pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS]
     return pl.DataFrame([lower]).select(
-        pl.coalesce(*(part[name] for part in parts), *(by_name if name == "kind" else ())).alias(name)
+        pl.coalesce(*(part[name] for part in parts), *(name_kinds if name == "kind" else ())).alias(name)
         for name in _FIELDS
     )
 
@@ -170,8 +170,8 @@ def _completed(
 POINT_TO_POINT = ("send", "receive")
 # Of these every rank gives and gets the same number of bytes, so that parts of another size are no parts of it; an
 # all-to-all with splits is uneven on purpose.
-_SAME_SIZE = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
-_MOST_SHIFTS = 4096
+_SAME_SIZE_KINDS = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
+_MAX_SHIFTS = 4096
 
 
 class MatchedParts(Struct, frozen=True):
@@ -201,7 +201,7 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
         pl.int_range(pl.len(), dtype=pl.Int64).alias("row"),
         pl.col("group").fill_null("").alias("group"),
         pl.col("ranks").cast(pl.List(pl.String)).list.join(",").fill_null("").alias("members"),
-        pl.when(pl.col("kind").is_in(_SAME_SIZE) & (pl.col("in_splits").list.len().fill_null(0) == 0))
+        pl.when(pl.col("kind").is_in(_SAME_SIZE_KINDS) & (pl.col("in_splits").list.len().fill_null(0) == 0))
         .then("in_bytes")
         .alias("size"),
     ).sort("part", "start_ns", "row")
@@ -210,8 +210,8 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
     notices: list[Notice] = []
     # rows that have partners, with a `key` that is equal within each operation, and how that is known
     matches: list[tuple[pl.DataFrame, str]] = []
-    together = table.filter(~pl.col("kind").is_in(POINT_TO_POINT))
-    for (group, _), rows in together.group_by("group", "members", maintain_order=True):
+    collectives = table.filter(~pl.col("kind").is_in(POINT_TO_POINT))
+    for (group, _), rows in collectives.group_by("group", "members", maintain_order=True):
         if rows["part"].n_unique() < 2:
             continue
         name = str(group) or "unnamed"
@@ -228,23 +228,23 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
             differ = keyed.filter(pl.col("kinds") > 1)
             if differ.height:
                 first = differ.filter(pl.col("key") == differ["key"][0])
-                each = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
+                examples = "; ".join(f"rank {row['rank']} {row['kind']}" for row in first.head(4).to_dicts())
                 text = (
                     f"{differ['key'].n_unique()} collectives of group {name} are not of one kind on all ranks, "
-                    f"first number {first['sequence'][0]}: {each}; they are not joined"
+                    f"first number {first['sequence'][0]}: {examples}; they are not joined"
                 )
                 notices.append(Notice("collectives-mismatch", "warning", text, differ.height))
-            whole = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
-            differ = whole.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
+            matched = keyed.filter((pl.col("kinds") == 1) & (pl.col("parts") > 1))
+            differ = matched.filter(pl.col("size").drop_nulls().n_unique().over("key") > 1)
             if differ.height:
                 first = differ.filter(pl.col("key") == differ["key"][0])
-                each = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
+                examples = "; ".join(f"rank {row['rank']} {row['in_bytes']} B" for row in first.head(4).to_dicts())
                 count = differ["key"].n_unique()
-                text = f"{count} collectives of group {name} differ in size between ranks, first: {each}"
+                text = f"{count} collectives of group {name} differ in size between ranks, first: {examples}"
                 notices.append(Notice("collectives-sizes", "warning", text, differ.height))
-            matches.append((whole, "measured"))
+            matches.append((matched, "measured"))
         else:
-            matches.append((_by_order(rows, name, notices), "inferred"))
+            matches.append((_match_by_order(rows, name, notices), "inferred"))
     # sends and receives between the same two ranks, group and tag, in order
     sends = pl.col("kind") == "send"
     pairs = (
@@ -261,15 +261,15 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
     count = 0
     for rows, basis in [*matches, (pairs, "inferred")]:
         numbers = rows["key"].rank("dense").to_numpy().astype(np.int64) - 1
-        at = rows["row"].to_numpy()
-        instance[at] = numbers + count
+        part_rows = rows["row"].to_numpy()
+        instance[part_rows] = numbers + count
         count += int(numbers.max(initial=-1)) + 1
-        for row in at.tolist():
+        for row in part_rows.tolist():
             evidence[row] = basis
     return MatchedParts(instance, evidence, tuple(notices))
 
 
-def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
+def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataFrame:
     """Every rank's list against the longest one; windows may begin and end at other times, lists may not skip."""
     sized = rows["in_bytes"].null_count() == 0
     label = pl.struct("kind", "size") if sized else pl.col("kind")
@@ -277,47 +277,47 @@ def _by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl.DataF
     lists = {int(part[0]): frame for part, frame in coded.group_by("part", maintain_order=True)}
     longest = max(lists, key=lambda part: (lists[part].height, -part))
     reference = lists[longest]
-    keep = [reference.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias("key"))]
-    for part, own in lists.items():
+    aligned = [reference.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias("key"))]
+    for part, part_rows in lists.items():
         if part == longest:
             continue
-        shift, length = _aligned(reference, own)
+        shift, length = _find_alignment(reference, part_rows)
         skip = max(-shift, 0)
         end = skip + length
-        if end < own.height and shift + end < reference.height:
-            expected, actual = reference.row(shift + end, named=True), own.row(end, named=True)
-            here, there = (
+        if end < part_rows.height and shift + end < reference.height:
+            expected, actual = reference.row(shift + end, named=True), part_rows.row(end, named=True)
+            actual_label, expected_label = (
                 (row["kind"] or "unknown") + ("" if row["in_bytes"] is None else f" of {row['in_bytes']} B")
                 for row in (actual, expected)
             )
             text = (
                 f"the order of collectives of group {group} differs: number {end + 1} of rank {actual['rank']} is "
-                f"{here}, where rank {expected['rank']} has {there}; from there on they are not joined"
+                f"{actual_label}, where rank {expected['rank']} has {expected_label}; from there on they are not joined"
             )
-            notices.append(Notice("collectives-mismatch", "warning", text, own.height - end, rank=actual["rank"]))
+            notices.append(Notice("collectives-mismatch", "warning", text, part_rows.height - end, rank=actual["rank"]))
         numbers = (pl.int_range(length, dtype=pl.Int64) + (shift + skip)).alias("key")
-        keep.append(own.slice(skip, length).with_columns(numbers))
-    joined = pl.concat([frame.select("row", "part", "key") for frame in keep])
+        aligned.append(part_rows.slice(skip, length).with_columns(numbers))
+    joined = pl.concat([frame.select("row", "part", "key") for frame in aligned])
     return joined.filter(pl.col("part").n_unique().over("key") > 1)
 
 
-def _aligned(reference: pl.DataFrame, own: pl.DataFrame) -> tuple[int, int]:
+def _find_alignment(reference: pl.DataFrame, part_rows: pl.DataFrame) -> tuple[int, int]:
     """The shift of a list against the reference (negative: it begins earlier), and how far both agree from there.
 
     The longest overlap that agrees is taken, unless another one makes the ends meet much better: two windows of equal
     length may be cut one operation apart.
     """
-    codes, own_codes = reference["code"].to_numpy(), own["code"].to_numpy()
-    ends, own_ends = reference["end_ns"].to_numpy(), own["end_ns"].to_numpy()
+    codes, own_codes = reference["code"].to_numpy(), part_rows["code"].to_numpy()
+    reference_ends, own_ends = reference["end_ns"].to_numpy(), part_rows["end_ns"].to_numpy()
     overlaps: list[tuple[int, float, int]] = []  # length, how much the ends scatter, shift
-    for shift in sorted(range(1 - len(own_codes), len(codes)), key=abs)[:_MOST_SHIFTS]:
+    for shift in sorted(range(1 - len(own_codes), len(codes)), key=abs)[:_MAX_SHIFTS]:
         start, own_start = max(shift, 0), max(-shift, 0)
         length = min(len(codes) - start, len(own_codes) - own_start)
         if 2 * length < len(own_codes) or not np.array_equal(
             codes[start : start + length], own_codes[own_start : own_start + length]
         ):
             continue
-        gaps = ends[start : start + length] - own_ends[own_start : own_start + length]
+        gaps = reference_ends[start : start + length] - own_ends[own_start : own_start + length]
         overlaps.append((length, float(np.median(np.abs(gaps - np.median(gaps)))) + abs(float(np.median(gaps))), shift))
     if overlaps:
         length, scatter, shift = max(overlaps, key=lambda way: (way[0], -way[1]))

@@ -7,12 +7,19 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.graph.evaluate import Plan
-from traceloom.graph.graph import Graph, OfLast, array, plain, point_times, points
+from traceloom.graph.graph import (
+    Graph,
+    LastGraphCache,
+    get_column_array,
+    get_edge_points,
+    get_point_times,
+    unwrap_array,
+)
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import gather_rows
 
-_OWN = -1
-_NOTHING = -2
+_OWN_WORK = -1
+_NO_CAUSE = -2
 
 
 class Path(Struct, frozen=True):
@@ -31,7 +38,7 @@ class Path(Struct, frozen=True):
     last: int
 
 
-def binding_edges(
+def find_binding_edges(
     graph: Graph, times: Ints | None = None, *, work_ns: Ints | None = None, delay_ns: Ints | None = None
 ) -> Ints:
     """For each point the row of the edge that was satisfied last; -1: the node's own work; -2: nothing leads there.
@@ -42,16 +49,24 @@ def binding_edges(
         work_ns: Work of each node, with residuals; the graph's where None.
         delay_ns: Delay of each edge, with residuals; the graph's where None.
     """
-    source, target = points(graph)
-    times = point_times(graph) if times is None else times
+    source, target = get_edge_points(graph)
+    times = get_point_times(graph) if times is None else times
     nodes, edges = graph.nodes, graph.edges
-    work = array(graph, nodes["work_ns"]) + array(graph, nodes["residual_ns"]) if work_ns is None else work_ns
-    delay = array(graph, edges["delay_ns"]) + array(graph, edges["residual_ns"]) if delay_ns is None else delay_ns
+    work = (
+        get_column_array(graph, nodes["work_ns"]) + get_column_array(graph, nodes["residual_ns"])
+        if work_ns is None
+        else work_ns
+    )
+    delay = (
+        get_column_array(graph, edges["delay_ns"]) + get_column_array(graph, edges["residual_ns"])
+        if delay_ns is None
+        else delay_ns
+    )
     reached = gather_rows(times, source) + delay
-    own = np.full(len(times), np.iinfo(np.int64).min, like=source)
-    own[1::2] = times[0::2] + work
-    bound = np.full(len(times), _NOTHING, like=source)
-    bound[1::2] = _OWN
+    own_end = np.full(len(times), np.iinfo(np.int64).min, like=source)
+    own_end[1::2] = times[0::2] + work
+    bound = np.full(len(times), _NO_CAUSE, like=source)
+    bound[1::2] = _OWN_WORK
     if not target.size:
         return bound
     # For each point with edges, ascending, the edge that reaches it last; of equals the last in the order of edges.
@@ -63,12 +78,14 @@ def binding_edges(
     winners = sorted_target[winning]
     last = winning[np.append(winners[1:] != winners[:-1], True)]
     last = last if order is None else order[last]
-    wins = reached[last] > own[target[last]]
+    wins = reached[last] > own_end[target[last]]
     bound[target[last[wins]]] = last[wins]
     return bound
 
 
-_BOUNDS: OfLast[Ints] = OfLast()  # `binding_edges` by the measured times, for the graph that was asked for last
+_binding_cache: LastGraphCache[Ints] = (
+    LastGraphCache()
+)  # `binding_edges` by the measured times, for the graph that was asked for last
 
 
 def walk_back(graph: Graph, last: int, *, times: Ints | None = None, until: int | None = None) -> tuple[Ints, Ints]:
@@ -85,24 +102,24 @@ def walk_back(graph: Graph, last: int, *, times: Ints | None = None, until: int 
         the node's own work (the next point is the node's start), -2 for nothing.
     """
     if times is None:
-        remembered = _BOUNDS.of(graph)
-        bound = _BOUNDS.put(graph, binding_edges(graph)) if remembered is None else remembered
-        times = point_times(graph)
+        remembered = _binding_cache.of(graph)
+        bound = _binding_cache.put(graph, find_binding_edges(graph)) if remembered is None else remembered
+        times = get_point_times(graph)
     else:
-        bound = binding_edges(graph, times)
+        bound = find_binding_edges(graph, times)
     # Of a point the one before it on the path, and itself where there is none.
     before = np.arange(len(times), like=bound)
-    before -= bound == _OWN
-    by_edge = bound >= 0
-    before[by_edge] = points(graph)[0][bound[by_edge]]
-    ends = before == np.arange(len(times), like=bound)
+    before -= bound == _OWN_WORK
+    has_edge = bound >= 0
+    before[has_edge] = get_edge_points(graph)[0][bound[has_edge]]
+    is_stop = before == np.arange(len(times), like=bound)
     if until is not None:
-        ends |= times <= until
+        is_stop |= times <= until
     # Where each point comes after its neighbour, a whole run is walked at once.
     run = np.arange(len(before), like=before)
-    run[(before == run - 1) & ~ends] = 0
+    run[(before == run - 1) & ~is_stop] = 0
     np.maximum.accumulate(run, out=run)
-    first, earlier, stops = run.data, before.data, ends.data
+    first, earlier, stops = run.data, before.data, is_stop.data
     lows, highs = [], []
     while True:
         low = first[last]
@@ -114,23 +131,23 @@ def walk_back(graph: Graph, last: int, *, times: Ints | None = None, until: int 
     high = np.array(highs, dtype=np.int64)
     sizes = high + 1 - np.array(lows, dtype=np.int64)
     walked: Ints = np.repeat(high + np.cumsum(sizes) - sizes, sizes) - np.arange(sizes.sum())
-    return walked, plain(bound[walked])
+    return walked, unwrap_array(bound[walked])
 
 
-def critical_path(graph: Graph, times: Ints | None = None) -> Path:
+def find_critical_path(graph: Graph, times: Ints | None = None) -> Path:
     """Walk back from the point that is reached last.
 
     Args:
         graph: A calibrated graph with at least one node.
         times: Times of its points; the measured ones where None.
     """
-    at = point_times(graph) if times is None else times
-    last = int(np.flatnonzero(at == at.max())[-1])
+    point_times = get_point_times(graph) if times is None else times
+    last = int(np.flatnonzero(point_times == point_times.max())[-1])
     points, bound = walk_back(graph, last, times=times)
-    return Path(bound[bound >= 0], points[bound == _OWN] >> 1, int(points[-1]), last)
+    return Path(bound[bound >= 0], points[bound == _OWN_WORK] >> 1, int(points[-1]), last)
 
 
-def parts(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.DataFrame:
+def summarize_path(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.DataFrame:
     """What a path consists of; the times add up to the time from the first point of the graph to the path's last.
 
     Args:
@@ -141,25 +158,25 @@ def parts(graph: Graph, path: Path, begin_ns: int | None = None) -> pl.DataFrame
     Returns:
         `what` (work, delay, residual, before the path begins), `kind` (of the node or edge), `count`, `time_ns`.
     """
-    times = point_times(graph)
+    times = get_point_times(graph)
     nodes = graph.nodes.select("kind", "work_ns", "residual_ns")[path.nodes]
     edges = graph.edges.select("kind", "delay_ns", "residual_ns")[path.edges]
     before = int(times[path.first]) - (int(times.min()) if begin_ns is None else begin_ns)
     summed = pl.concat(
         [
-            _summed(nodes, "work", "work_ns"),
-            _summed(nodes, "residual", "residual_ns"),
-            _summed(edges, "delay", "delay_ns"),
-            _summed(edges, "residual", "residual_ns"),
-            pl.DataFrame([("before", "origin", 1, before)] if before else [], schema=_PARTS, orient="row"),
+            _add_up_by_kind(nodes, "work", "work_ns"),
+            _add_up_by_kind(nodes, "residual", "residual_ns"),
+            _add_up_by_kind(edges, "delay", "delay_ns"),
+            _add_up_by_kind(edges, "residual", "residual_ns"),
+            pl.DataFrame([("before", "origin", 1, before)] if before else [], schema=_PARTS_SCHEMA, orient="row"),
         ]
     )
     # Nodes and edges share names of kinds.
-    together = summed.group_by("what", "kind", maintain_order=True).agg(pl.col("count", "time_ns").sum())
-    return together.sort("time_ns", descending=True, maintain_order=True)
+    summary = summed.group_by("what", "kind", maintain_order=True).agg(pl.col("count", "time_ns").sum())
+    return summary.sort("time_ns", descending=True, maintain_order=True)
 
 
-def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
+def list_largest_residuals(graph: Graph, path: Path, limit: int = 5) -> pl.DataFrame:
     """The largest residuals on a path.
 
     Returns:
@@ -174,15 +191,15 @@ def unexplained(graph: Graph, path: Path, most: int = 5) -> pl.DataFrame:
             for frame in (on_edges, on_nodes)
         ]
     )
-    first = residuals.sort("residual_ns", descending=True, maintain_order=True).head(most)
-    of = graph.nodes.select("name", "rank", "start_ns")[first["node"]]
-    return first.select(pl.col("residual_ns").alias("time_ns"), "kind", "node").hstack(of)
+    first = residuals.sort("residual_ns", descending=True, maintain_order=True).head(limit)
+    node_fields = graph.nodes.select("name", "rank", "start_ns")[first["node"]]
+    return first.select(pl.col("residual_ns").alias("time_ns"), "kind", "node").hstack(node_fields)
 
 
-_PARTS = {"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64}
+_PARTS_SCHEMA = {"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64}
 
 
-def _summed(frame: pl.DataFrame, label: str, column: str) -> pl.DataFrame:
+def _add_up_by_kind(frame: pl.DataFrame, label: str, column: str) -> pl.DataFrame:
     """How many rows of each kind have a time, and the sum of it; kinds in the order in which they come."""
     nonzero = frame.filter(pl.col(column) != 0).group_by("kind", maintain_order=True)
     return nonzero.agg(pl.len().alias("count"), pl.col(column).sum().alias("time_ns")).select(
@@ -190,7 +207,7 @@ def _summed(frame: pl.DataFrame, label: str, column: str) -> pl.DataFrame:
     )
 
 
-def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
+def compute_latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     """The latest time of each point at which nothing that follows from it comes after the end.
 
     What nothing waits for may come as late as `end_ns`, or as late as it came where that was later. From there the
@@ -204,7 +221,7 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     Returns:
         Times of points 2i (start of node i) and 2i + 1 (its end), ns; never earlier than the measured ones.
     """
-    times = point_times(graph)
+    times = get_point_times(graph)
     if not times.size:
         return times
     last = int(times.max())
@@ -212,7 +229,7 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     # The graph with time running backwards from `last`: ends become starts, and every edge turns round. It has one node
     # more: the end, which gives its time to every node that nothing waits for.
     nodes, edges = graph.nodes, graph.edges
-    source, _ = points(graph)
+    source, _ = get_edge_points(graph)
     awaited = np.zeros(times.size, dtype=np.bool_, like=times)
     awaited[source] = True
     free = np.flatnonzero(~awaited[1::2])
@@ -229,12 +246,14 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     end = pl.DataFrame([[None], [0], [0], [0], [0]], schema=turned.schema)
     links = pl.DataFrame(
         {
-            "source": np.concatenate([array(graph, edges["target"]), np.full(free.size, nodes.height)]),
-            "target": np.concatenate([array(graph, edges["source"]), free]),
+            "source": np.concatenate([get_column_array(graph, edges["target"]), np.full(free.size, nodes.height)]),
+            "target": np.concatenate([get_column_array(graph, edges["source"]), free]),
             "from_end": np.concatenate([~edges["to_end"].to_numpy(), np.ones(free.size, dtype=np.bool_)]),
             "to_end": np.concatenate([~edges["from_end"].to_numpy(), np.zeros(free.size, dtype=np.bool_)]),
-            "delay_ns": np.concatenate([array(graph, edges["delay_ns"]), end_delay]),
-            "residual_ns": np.concatenate([array(graph, edges["residual_ns"]), np.zeros(free.size, dtype=np.int64)]),
+            "delay_ns": np.concatenate([get_column_array(graph, edges["delay_ns"]), end_delay]),
+            "residual_ns": np.concatenate(
+                [get_column_array(graph, edges["residual_ns"]), np.zeros(free.size, dtype=np.int64)]
+            ),
         }
     )
     mirrored = Plan(Graph(nodes=pl.concat([turned, end]), edges=links)).evaluate()[:-2]
@@ -243,7 +262,7 @@ def latest_times(graph: Graph, end_ns: int | None = None) -> Ints:
     return latest
 
 
-def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
+def compute_slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
     """How much later each node could end without the end coming later; shape (nodes,), ns, never below 0.
 
     A node may take longer by its slack, but only one of the nodes of a chain may: they share it.
@@ -252,4 +271,4 @@ def slack_ns(graph: Graph, end_ns: int | None = None) -> Ints:
         graph: A calibrated graph.
         end_ns: As for `latest_times`.
     """
-    return (latest_times(graph, end_ns) - point_times(graph))[1::2]
+    return (compute_latest_times(graph, end_ns) - get_point_times(graph))[1::2]

@@ -11,13 +11,13 @@ from traceloom.graph.edges import Edges
 from traceloom.graph.host_tree import HostTree, Segments
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import nearest
+from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.trace import Trace
 
 # A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device missing in old files.
-_TENSOR = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
-_PARTS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
-_COMMUNICATES = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
+_TENSOR_PATTERN = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
+_TENSOR_FIELDS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
+_COMMUNICATION_PATTERN = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
 
 
 class DataFlow(Struct, frozen=True):
@@ -36,7 +36,7 @@ class DataFlow(Struct, frozen=True):
     late: int
 
 
-def data_flow(  # noqa: PLR0917  (the parts of a rank)
+def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
     tree: HostTree,
     host: Segments,
     work: DeviceWork,
@@ -63,19 +63,22 @@ def data_flow(  # noqa: PLR0917  (the parts of a rank)
     # Ops that do something themselves, the innermost ops around launches and ops without ops inside; with the first
     # and the last GPU work of each (-1: none).
     matched = host_op >= 0
-    above = nearest(tree.parent, matched)
-    owner = np.where(matched, np.arange(matched.size), above)
+    matched_ancestor = find_nearest_ancestor(tree.parent, matched)
+    owner = np.where(matched, np.arange(matched.size), matched_ancestor)
     launched = np.flatnonzero(work.call >= 0)
-    of = owner[work.call[launched]]
-    launched, of = launched[of >= 0], of[of >= 0]
+    owners = owner[work.call[launched]]
+    launched, owners = launched[owners >= 0], owners[owners >= 0]
     first_work, last_work = (np.full(matched.size, -1, dtype=np.int64) for _ in range(2))
-    by_start, by_end = np.argsort(-work.start[launched], kind="stable"), np.argsort(work.end[launched], kind="stable")
-    first_work[of[by_start]] = launched[by_start]
-    last_work[of[by_end]] = launched[by_end]
+    start_order, end_order = (
+        np.argsort(-work.start[launched], kind="stable"),
+        np.argsort(work.end[launched], kind="stable"),
+    )
+    first_work[owners[start_order]] = launched[start_order]
+    last_work[owners[end_order]] = launched[end_order]
     acts = matched.copy()
-    acts[above[matched & (above >= 0)]] = False
+    acts[matched_ancestor[matched & (matched_ancestor >= 0)]] = False
     acts |= first_work >= 0
-    uses = _uses(host_op, acts, ops)
+    uses = _list_tensor_uses(host_op, acts, ops)
     position = uses["position"].to_numpy()
     time = np.where(uses["write"].to_numpy(), tree.end[position], tree.start[position])
     uses = uses.with_columns(pl.Series("time", time)).sort(
@@ -89,51 +92,53 @@ def data_flow(  # noqa: PLR0917  (the parts of a rank)
     written[written] = storage[last[written]] == storage[written]
     reads = np.flatnonzero(~write & written)
     unplaced = int((~write & ~written).sum())
-    by, reader, on_device = position[last[reads]], position[reads], on_device[reads]
+    writers, reader, on_device = position[last[reads]], position[reads], on_device[reads]
     # what a device op without GPU work "writes" is memory that it was given
-    real = (by != reader) & ~(on_device & (last_work[by] < 0))
-    by, reader, on_device = by[real], reader[real], on_device[real]
-    source = np.where(last_work[by] >= 0, _at(work_node, last_work[by]), segment_node[host.last[by]])
-    done = np.where(last_work[by] >= 0, _at(work.end, last_work[by]), tree.end[by])
+    real = (writers != reader) & ~(on_device & (last_work[writers] < 0))
+    writers, reader, on_device = writers[real], reader[real], on_device[real]
+    source = np.where(
+        last_work[writers] >= 0, _take_or_default(work_node, last_work[writers]), segment_node[host.last[writers]]
+    )
+    done = np.where(last_work[writers] >= 0, _take_or_default(work.end, last_work[writers]), tree.end[writers])
     to_work = on_device & (first_work[reader] >= 0)
-    target = np.where(to_work, _at(work_node, first_work[reader]), segment_node[host.first[reader]])
-    begun = np.where(to_work, _at(work.start, first_work[reader]), tree.start[reader])
-    kept = (done <= begun) & ~(on_device & ~to_work)
+    target = np.where(to_work, _take_or_default(work_node, first_work[reader]), segment_node[host.first[reader]])
+    begun = np.where(to_work, _take_or_default(work.start, first_work[reader]), tree.start[reader])
+    in_order = (done <= begun) & ~(on_device & ~to_work)
     late = int(((done > begun) & ~(on_device & ~to_work)).sum())
-    pairs = np.unique(np.stack([source[kept], target[kept]], axis=1), axis=0)
+    pairs = np.unique(np.stack([source[in_order], target[in_order]], axis=1), axis=0)
     return DataFlow(pairs[:, 0], pairs[:, 1], unplaced, late)
 
 
-def _at(values: Ints, rows: Ints) -> Ints:
+def _take_or_default(values: Ints, rows: Ints) -> Ints:
     """Values at rows, anything where there is no row."""
     return values[np.maximum(rows, 0)] if values.size else np.zeros(rows.size, dtype=np.int64)
 
 
-def _uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
+def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
     """One row per tensor that an acting op reads or writes: position, storage, on_device, write."""
     position = np.flatnonzero(acts)
     placed = pl.DataFrame({"id": host_op[position], "position": position})
-    about = ops.unique("id", keep="first", maintain_order=True).select(
+    op_fields = ops.unique("id", keep="first", maintain_order=True).select(
         "id",
         "inputs",
         "outputs",
         pl.col("schema").fill_null("").alias("schema"),
-        pl.col("name").str.contains(_COMMUNICATES).fill_null(value=False).alias("talks"),
+        pl.col("name").str.contains(_COMMUNICATION_PATTERN).fill_null(value=False).alias("talks"),
         pl.col("name").str.contains(r"[^_]_$").fill_null(value=False).alias("underscored"),
         pl.col("input_types").fill_null("").alias("input_types"),
         pl.col("output_types").fill_null("").alias("output_types"),
     )
-    read = _tensors(about, "inputs", "input_types")
-    made = _tensors(about, "outputs", "output_types")
+    read = _parse_tensors(op_fields, "inputs", "input_types")
+    outputs = _parse_tensors(op_fields, "outputs", "output_types")
     # outputs in the storage of an input are views, unless the op says that it changes what it was given
     input_storages = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
-    changes = about.select(
+    changes = op_fields.select(
         "id",
         (pl.col("schema").str.contains("!", literal=True) | pl.col("talks") | pl.col("underscored")).alias("changes"),
     )
-    made = made.join(input_storages, on=["id", "storage"], how="left").join(changes, on="id", how="left")
-    written = made.filter(pl.col("given").is_null() | pl.col("changes")).select("id", "storage", "on_device")
-    silent = changes.filter("changes").join(made.select("id").unique(), on="id", how="anti").select("id")
+    outputs = outputs.join(input_storages, on=["id", "storage"], how="left").join(changes, on="id", how="left")
+    written = outputs.filter(pl.col("given").is_null() | pl.col("changes")).select("id", "storage", "on_device")
+    silent = changes.filter("changes").join(outputs.select("id").unique(), on="id", how="anti").select("id")
     changed = read.join(silent, on="id", how="semi").select("id", "storage", "on_device")
     table = pl.concat(
         [
@@ -145,12 +150,12 @@ def _uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
     return table.join(placed, on="id", how="inner").select("position", "storage", "on_device", "write")
 
 
-def _tensors(about: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
+def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
     """The tensors in a list of values: id, storage, on_device."""
-    parts = pl.col("tensor").str.extract_groups(_PARTS)
+    parts = pl.col("tensor").str.extract_groups(_TENSOR_FIELDS)
     return (
-        about.filter(pl.col(types).str.contains("Tensor", literal=True))
-        .select("id", pl.col(values).str.extract_all(_TENSOR).alias("tensor"))
+        op_fields.filter(pl.col(types).str.contains("Tensor", literal=True))
+        .select("id", pl.col(values).str.extract_all(_TENSOR_PATTERN).alias("tensor"))
         .explode("tensor")
         .drop_nulls("tensor")
         .with_columns(parts.alias("parts"))
@@ -185,9 +190,9 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
         backward = backward.clear()
     in_backward = np.zeros(tree.row.size, dtype=np.bool_)
     in_backward[backward["position"].to_numpy()] = True
-    outermost = nearest(tree.parent, in_backward) < 0
+    outermost = find_nearest_ancestor(tree.parent, in_backward) < 0
     forward = numbered.filter(is_forward).group_by("process", "sequence").agg(forward=pl.col("position").max())
-    by_number = (
+    matched = (
         backward[np.flatnonzero(outermost[backward["position"].to_numpy()])]
         .join(forward, on=["process", "sequence"], how="inner")
         .sort("position")
@@ -200,11 +205,11 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
     source, target = source[has_both], target[has_both]
     # an arrow may end at an op inside the one that stands for the node
     arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
-    numbered_target = by_number["position"].to_numpy()
-    drawn = arrows_before[tree.stop[numbered_target]] > arrows_before[numbered_target]
-    evidence = np.repeat(["measured", "correlated"], [target.size, int((~drawn).sum())])
-    source = np.concatenate([source, by_number["forward"].to_numpy()[~drawn]])
-    target = np.concatenate([target, numbered_target[~drawn]])
+    numbered_target = matched["position"].to_numpy()
+    has_arrow = arrows_before[tree.stop[numbered_target]] > arrows_before[numbered_target]
+    evidence = np.repeat(["measured", "correlated"], [target.size, int((~has_arrow).sum())])
+    source = np.concatenate([source, matched["forward"].to_numpy()[~has_arrow]])
+    target = np.concatenate([target, numbered_target[~has_arrow]])
     possible = tree.end[source] <= tree.start[target]
     source, target = source[possible], target[possible]
     edges.add(

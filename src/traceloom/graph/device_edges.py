@@ -14,29 +14,29 @@ from traceloom.graph import host_tree
 from traceloom.graph.device_work import DeviceWork, WorkTimeline
 from traceloom.graph.edges import Edges
 from traceloom.graph.host_tree import HostTree, Segments
-from traceloom.graph.syncs import UNKNOWN, SyncRecords, last_of_thread
+from traceloom.graph.syncs import MISSING_VALUE, SyncRecords, find_last_on_thread
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.trace import Trace
 
-_LONG_NS = 50_000  # a call this long did more than submit: it loaded code, or waited for room in the queue
-_BEFORE_NS = 10_000  # its work can start this long before it returns
-_CLOCK_NS = 2_000  # streams of one device agree about time this well
+_MIN_LONG_CALL_NS = 50_000  # a call this long did more than submit: it loaded code, or waited for room in the queue
+_MAX_EARLY_START_NS = 10_000  # its work can start this long before it returns
+_CLOCK_TOLERANCE_NS = 2_000  # streams of one device agree about time this well
 
-_DEEP = 900  # launches that are pending when a queue is full (about 1,022 on CUDA)
-_LONGER_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
-_TIMES = 2.5
-_CERTAIN = 0.95  # of the launches into a deep queue must keep to what it is said to hold
-_AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
+_MIN_QUEUE_DEPTH = 900  # launches that are pending when a queue is full (about 1,022 on CUDA)
+_MIN_HELD_UP_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+_HELD_UP_FACTOR = 2.5
+_MIN_CONSISTENT_SHARE = 0.95  # of the launches into a deep queue must keep to what it is said to hold
+_MAX_RETURN_DELAY_NS = 100_000  # it returns this soon after the work that made room
 
-_LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
-_AFTER_NS = 10_000  # it starts this soon after room was made
-_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
-_TAIL = 0.03  # or this share of the other's duration
-BEGINNING = 0.05  # of the window: who was launched so early can be behind what was launched before
-MUCH = 0.01  # of the window: time that nothing recorded explains is worth a word
+_MIN_LATE_NS = 100_000  # work that starts this long after all that is known to hold it back waits for something else
+_MAX_START_DELAY_NS = 10_000  # it starts this soon after room was made
+_MAX_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
+_MAX_TAIL_SHARE = 0.03  # or this share of the other's duration
+BEGINNING_SHARE = 0.05  # of the window: who was launched so early can be behind what was launched before
+MIN_NOTICED_SHARE = 0.01  # of the window: time that nothing recorded explains is worth a word
 
 
-def launch_edges(  # noqa: PLR0917  (both ends of the edges)
+def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
     edges: Edges,
     tree: HostTree,
     work: DeviceWork,
@@ -63,21 +63,23 @@ def launch_edges(  # noqa: PLR0917  (both ends of the edges)
     has_call = work.call >= 0
     call = work.call[has_call]
     submits_last = (
-        (tree.span()[call] >= _LONG_NS) & (work.start[has_call] >= tree.end[call] - _BEFORE_NS) & ~awaited[call]
+        (tree.span()[call] >= _MIN_LONG_CALL_NS)
+        & (work.start[has_call] >= tree.end[call] - _MAX_EARLY_START_NS)
+        & ~awaited[call]
     )
     edges.add(
         "launch", np.where(work.correlated[has_call], "correlated", "measured"),
         segment_node[np.where(submits_last, host.last[call], host.first[call])], work_node[has_call],
         from_end=submits_last, to_end=False, firm=True,
     )  # fmt: skip
-    named = work.op >= 0
+    has_op = work.op >= 0
     edges.add(
-        "launch", "correlated", segment_node[host.first[work.op[named]]], work_node[named],
+        "launch", "correlated", segment_node[host.first[work.op[has_op]]], work_node[has_op],
         from_end=False, to_end=False, firm=True,
     )  # fmt: skip
 
 
-def stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
+def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     """Order the work of each stream.
 
     A work starts after the end of the one before it. Where works of one stream overlap, it starts after the start of
@@ -121,7 +123,9 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Int
     if not work_node.size:
         return
     recorded = records.of("Stream Wait Event")
-    complete = (recorded.lane != UNKNOWN) & (recorded.awaited != UNKNOWN) & (recorded.recorded != UNKNOWN)
+    complete = (
+        (recorded.lane != MISSING_VALUE) & (recorded.awaited != MISSING_VALUE) & (recorded.recorded != MISSING_VALUE)
+    )
     source = times.launched_before(recorded.awaited[complete], recorded.recorded[complete])
     target = times.launches_on_after(recorded.lane[complete], tree.start[recorded.call[complete]])
     valid = (source >= 0) & (target >= 0)
@@ -130,53 +134,55 @@ def wait_edges(edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Int
     waits = waits[~np.isin(waits, recorded.call[complete])]
     for evidence, (before, after) in (
         ("measured", (source[valid], target[valid])),
-        ("inferred", _inferred_waits(tree, times, waits)),
+        ("inferred", _infer_stream_waits(tree, times, waits)),
     ):
         # only pairs whose source had ended when the target started
-        possible = times.work.end[before] <= times.work.start[after] + _CLOCK_NS
+        possible = times.work.end[before] <= times.work.start[after] + _CLOCK_TOLERANCE_NS
         edges.add(
             "wait", evidence, work_node[before[possible]], work_node[after[possible]], from_end=True, to_end=False
         )
 
 
-def _inferred_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tuple[Ints, Ints]:
+def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tuple[Ints, Ints]:
     """One source per wait: with k waits before a work, the k streams whose fitting work ends last.
 
     The stream that waits is the one that the thread submits to next; what waits is what anybody submits to it next, as
     the backward pass does on a thread of its own.
     """
-    own = times.thread_launches_after(tree.lane[waits], tree.start[waits])
-    target = times.launches_on_after(np.where(own >= 0, times.work.lane[own], UNKNOWN), tree.start[waits])
+    own_lane = times.thread_launches_after(tree.lane[waits], tree.start[waits])
+    target = times.launches_on_after(
+        np.where(own_lane >= 0, times.work.lane[own_lane], MISSING_VALUE), tree.start[waits]
+    )
     waits, target = waits[target >= 0], target[target >= 0]
     if not waits.size:
         return waits, target
     records = np.flatnonzero(tree.call)
     records = records[tree.named(host_tree.RECORDS, records)]
-    before = last_of_thread(tree, records, waits)
+    before = find_last_on_thread(tree, records, waits)
     until = np.where(before >= 0, tree.start[before], tree.start[waits])
     # of each work that waits: the last record it can mean, and how many waits stand before it
     target, index, count = np.unique(target, return_inverse=True, return_counts=True)
     latest = np.full(target.size, np.iinfo(np.int64).min)
     np.maximum.at(latest, index, until)
-    begin = times.work.start[target]
-    own = times.work.lane[target]
+    start = times.work.start[target]
+    own_lane = times.work.lane[target]
     candidates = np.full((times.lanes.size, target.size), -1, dtype=np.int64)
     for row, number in enumerate(times.lanes.tolist()):
         lane = np.full(target.size, number)
         launched = times.launched_before(lane, latest)
-        ended = times.ended_by(lane, begin + _CLOCK_NS)
+        ended = times.ended_by(lane, start + _CLOCK_TOLERANCE_NS)
         # in a stream's order the earlier of the two: what was recorded, as far as it was done
-        of = np.where(times.work.end[launched] <= times.work.end[ended], launched, ended)
-        candidates[row] = np.where((launched < 0) | (ended < 0) | (own == number), -1, of)
-    ends = np.where(candidates >= 0, times.work.end[candidates], np.iinfo(np.int64).min // 2)
-    order = np.argsort(-ends, axis=0, kind="stable")
+        source = np.where(times.work.end[launched] <= times.work.end[ended], launched, ended)
+        candidates[row] = np.where((launched < 0) | (ended < 0) | (own_lane == number), -1, source)
+    end_ns = np.where(candidates >= 0, times.work.end[candidates], np.iinfo(np.int64).min // 2)
+    order = np.argsort(-end_ns, axis=0, kind="stable")
     rank = np.empty_like(order)
     np.put_along_axis(rank, order, np.arange(times.lanes.size)[:, None] * np.ones_like(order), axis=0)
     stream, column = np.nonzero((candidates >= 0) & (rank < count[None, :]))
     return candidates[stream, column], target[column]
 
 
-def command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> Ints:
+def add_command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> Ints:
     """Commands that hold their stream until an event of another stream: from the last event recorded before they end.
 
     Returns:
@@ -190,17 +196,17 @@ def command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints)
     records = records[np.argsort(work.end[records], kind="stable")]
     best = np.full(waits.size, -1, dtype=np.int64)
     for lane in np.unique(work.lane[records]).tolist():
-        of_lane = records[work.lane[records] == lane]
-        at = np.searchsorted(work.end[of_lane], work.end[waits] + _CLOCK_NS, side="right") - 1
-        of = np.where((at >= 0) & (work.lane[waits] != lane), of_lane[np.maximum(at, 0)], -1)
-        best = np.where((of >= 0) & ((best < 0) | (work.end[of] > work.end[best])), of, best)
-    held = (best >= 0) & (work.end[best] > work.start[waits])
-    edges.add("wait", "inferred", work_node[best[held]], work_node[waits[held]], from_end=True, to_end=True)
-    holds: Ints = waits[held]
-    return holds
+        lane_records = records[work.lane[records] == lane]
+        index = np.searchsorted(work.end[lane_records], work.end[waits] + _CLOCK_TOLERANCE_NS, side="right") - 1
+        candidate = np.where((index >= 0) & (work.lane[waits] != lane), lane_records[np.maximum(index, 0)], -1)
+        best = np.where((candidate >= 0) & ((best < 0) | (work.end[candidate] > work.end[best])), candidate, best)
+    is_delayed = (best >= 0) & (work.end[best] > work.start[waits])
+    edges.add("wait", "inferred", work_node[best[is_delayed]], work_node[waits[is_delayed]], from_end=True, to_end=True)
+    delayed: Ints = waits[is_delayed]
+    return delayed
 
 
-def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints, work_node: Ints) -> int:
+def add_queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints, work_node: Ints) -> int:
     """From the end of the work that makes room to the end of the launch that needs it.
 
     How much a queue holds is taken from the launches that were held up. Where none was, it is not known, and there
@@ -218,22 +224,22 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         How many launches were held up.
     """
     # work whose call submitted nothing else: graph launches have a cost of their own
-    alone = work.call >= 0
-    alone[alone] = np.bincount(work.call[alone])[work.call[alone]] == 1
+    is_only_work = work.call >= 0
+    is_only_work[is_only_work] = np.bincount(work.call[is_only_work])[work.call[is_only_work]] == 1
     held_up = 0
     _, bounds = work.lanes()
     for low, high in pairwise(bounds.tolist()):
-        at = np.arange(low, high)
-        at = at[np.argsort(work.asked[low:high], kind="stable")]  # in the order of launches
-        ends = np.maximum.accumulate(np.sort(work.end[low:high]))
-        by_end = at[np.argsort(work.end[at], kind="stable")]
-        number = np.flatnonzero(alone[at])
-        launch = work.call[at[number]]
+        rows = np.arange(low, high)
+        rows = rows[np.argsort(work.asked[low:high], kind="stable")]  # in the order of launches
+        sorted_ends = np.maximum.accumulate(np.sort(work.end[low:high]))
+        end_order = rows[np.argsort(work.end[rows], kind="stable")]
+        number = np.flatnonzero(is_only_work[rows])
+        launch = work.call[rows[number]]
         returned, span = tree.end[launch], tree.span()[launch]
-        done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
+        done = np.searchsorted(sorted_ends, returned + _CLOCK_TOLERANCE_NS, side="right")
         pending = number + 1 - done
-        freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
-        deep = pending >= _DEEP
+        freed = np.where(done > 0, sorted_ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
+        deep = pending >= _MIN_QUEUE_DEPTH
         if not deep.any():
             continue
         # of each launch the median duration of those of its name that found room; 0 for names without any
@@ -242,21 +248,21 @@ def queue_edges(edges: Edges, tree: HostTree, work: DeviceWork, last_node: Ints,
         sample = sample[np.lexsort((span[sample], code[sample]))]
         medians = np.zeros(tree.words.len(), dtype=np.int64)
         names = np.flatnonzero(np.diff(code[sample], prepend=-1, append=-1))
-        for begin, end in pairwise(names.tolist()):
-            medians[code[sample[begin]]] = span[sample[(begin + end) // 2]]
-        usual = medians[code]
-        held = deep & (span >= np.maximum(usual + _LONGER_NS, _TIMES * usual))
-        held &= (returned - freed <= _AT_ONCE_NS) & (freed > tree.start[launch])
-        if not held.any():
+        for start, end in pairwise(names.tolist()):
+            medians[code[sample[start]]] = span[sample[(start + end) // 2]]
+        typical = medians[code]
+        is_held_up = deep & (span >= np.maximum(typical + _MIN_HELD_UP_NS, _HELD_UP_FACTOR * typical))
+        is_held_up &= (returned - freed <= _MAX_RETURN_DELAY_NS) & (freed > tree.start[launch])
+        if not is_held_up.any():
             continue
-        held_up += int(held.sum())
-        counts, often = np.unique(pending[held], return_counts=True)
-        holds = int(counts[::-1][often[::-1].argmax()])
-        keeps = (pending[deep] <= holds + 1).mean() >= _CERTAIN
-        maker = np.where(held, done - 1, number - holds)
-        valid = (maker >= 0) & (held | keeps)
-        maker = np.where(valid, by_end[np.maximum(maker, 0)], 0)
-        valid &= work.end[maker] <= returned + _CLOCK_NS
+        held_up += int(is_held_up.sum())
+        counts, often = np.unique(pending[is_held_up], return_counts=True)
+        queue_depth = int(counts[::-1][often[::-1].argmax()])
+        is_consistent = (pending[deep] <= queue_depth + 1).mean() >= _MIN_CONSISTENT_SHARE
+        maker = np.where(is_held_up, done - 1, number - queue_depth)
+        valid = (maker >= 0) & (is_held_up | is_consistent)
+        maker = np.where(valid, end_order[np.maximum(maker, 0)], 0)
+        valid &= work.end[maker] <= returned + _CLOCK_TOLERANCE_NS
         edges.add("queue", "inferred", work_node[maker[valid]], last_node[launch[valid]], from_end=True, to_end=True)
     return held_up
 
@@ -279,7 +285,7 @@ class LateWork(NamedTuple):
     before_ns: Ints
 
 
-def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> LateWork:
+def add_occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: Ints, times: Ints) -> LateWork:
     """From the end of long work of one stream to the start of work of another that had been ready for long.
 
     Kernels wait for kernels, copies for copies.
@@ -301,38 +307,45 @@ def occupancy_edges(edges: Edges, work: DeviceWork, kernel: Bools, work_node: In
     for source, target in zip(edges.source, edges.target, strict=True):
         np.maximum.at(held_until, target, times[source])
     ready = held_until[2 * work_node] + work.start - begun  # on the clock of the trace
-    late = np.flatnonzero((work.start - ready >= _LATE_NS) & (work.call >= 0) & ~work.command)
+    late = np.flatnonzero((work.start - ready >= _MIN_LATE_NS) & (work.call >= 0) & ~work.command)
     best = np.full(late.size, -1, dtype=np.int64)
     distance = np.full(late.size, np.iinfo(np.int64).max)
     start = work.start[late]
     for lane, (low, high) in zip(lanes.tolist(), pairwise(bounds.tolist()), strict=True):
-        by_end = low + np.argsort(work.end[low:high], kind="stable")
-        at = np.searchsorted(work.end[by_end], start - _AFTER_NS)
-        other = by_end[np.minimum(at, by_end.size - 1)]
+        end_order = low + np.argsort(work.end[low:high], kind="stable")
+        index = np.searchsorted(work.end[end_order], start - _MAX_START_DELAY_NS)
+        other = end_order[np.minimum(index, end_order.size - 1)]
         length = work.end[other] - work.start[other]
         before = work.end[other] - start
-        fits = (at < by_end.size) & (work.lane[late] != lane) & (work.device[other] == work.device[late])
+        fits = (index < end_order.size) & (work.lane[late] != lane) & (work.device[other] == work.device[late])
         fits &= (kernel[other] == kernel[late]) & (work.start[other] < start) & (work.end[other] > ready[late])
-        fits &= before <= np.maximum(_TAIL_NS, _TAIL * length)
+        fits &= before <= np.maximum(_MAX_TAIL_NS, _MAX_TAIL_SHARE * length)
         better = fits & (np.abs(before) < distance)
         best, distance = np.where(better, other, best), np.where(better, np.abs(before), distance)
-    held = best >= 0
-    edges.add("occupancy", "inferred", work_node[best[held]], work_node[late[held]], from_end=True, to_end=False)
-    rest = late[~held]
+    is_explained = best >= 0
+    edges.add(
+        "occupancy",
+        "inferred",
+        work_node[best[is_explained]],
+        work_node[late[is_explained]],
+        from_end=True,
+        to_end=False,
+    )
+    unexplained = late[~is_explained]
     # First of its stream, launched at the window's beginning, and ready while its device did nothing that is recorded:
     # the device was busy with what had been launched before.
     first, last = int(times.min(initial=0)), int(times.max(initial=0))
-    launched_ns = work.asked[rest] - work.start[rest] + begun[rest]
-    early = np.isin(rest, bounds[:-1]) & (launched_ns - first <= BEGINNING * (last - first))
+    launched_ns = work.asked[unexplained] - work.start[unexplained] + begun[unexplained]
+    early = np.isin(unexplained, bounds[:-1]) & (launched_ns - first <= BEGINNING_SHARE * (last - first))
     for device in np.unique(work.device).tolist():
-        of_device = work.device == device
-        starts, ends = np.sort(work.start[of_device]), np.sort(work.end[of_device])
-        ended = np.searchsorted(ends, work.start[rest], side="right")
-        idle = ended == np.searchsorted(ends, ready[rest], side="right")
-        idle &= np.searchsorted(starts, work.start[rest]) == ended
-        early &= (work.device[rest] != device) | idle
-    before, rest = rest[early], rest[~early]
+        on_device = work.device == device
+        starts, sorted_ends = np.sort(work.start[on_device]), np.sort(work.end[on_device])
+        ended = np.searchsorted(sorted_ends, work.start[unexplained], side="right")
+        idle = ended == np.searchsorted(sorted_ends, ready[unexplained], side="right")
+        idle &= np.searchsorted(starts, work.start[unexplained]) == ended
+        early &= (work.device[unexplained] != device) | idle
+    before, unexplained = unexplained[early], unexplained[~early]
     nothing = np.zeros(before.size, dtype=np.int64)
     edges.add("origin", "assumed", nothing, work_node[before], from_end=True, to_end=False, firm=True)
     waited = work.start - ready
-    return LateWork(int(held.sum()), rest, waited[rest], before, waited[before])
+    return LateWork(int(is_explained.sum()), unexplained, waited[unexplained], before, waited[before])

@@ -9,15 +9,15 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.formats.kineto_fields import NULL
-from traceloom.formats.links import first_by_key
+from traceloom.formats.links import find_first_rows
 from traceloom.graph.host_tree import HostTree
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import column_of
+from traceloom.trace.arrays import extract_column
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COMMAND, GPU_WORK, LAUNCHES
 
-BEFORE = np.iinfo(np.int64).min // 4  # time of a launch that was not recorded: before everything
-_SKEW_NS = 1_000_000  # a work that starts earlier than this before its launch is not of that launch
+BEFORE_WINDOW = np.iinfo(np.int64).min // 4  # time of a launch that was not recorded: before everything
+_MAX_SKEW_NS = 1_000_000  # a work that starts earlier than this before its launch is not of that launch
 
 
 class DeviceWork(Struct, frozen=True):
@@ -61,10 +61,10 @@ ORPHANS = (
     "orphan: no recorded call has its correlation",
     "orphan: it starts long before the call of its correlation",
 )
-BY_OP = len(ORPHANS)
+LAUNCHED_BY_OP = len(ORPHANS)
 
 
-def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
+def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     """The GPU work of a trace with its launches: by correlation, else by arrow."""
     columns = ["event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation", "category", "op"]
     work = trace.events[columns].filter(pl.col("category").is_in([*GPU_WORK, COMMAND]))
@@ -72,12 +72,16 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     start = work["start_ns"].to_numpy()
     end = start + np.maximum(work["duration_ns"].to_numpy(), 0)
     command = (work["category"] == COMMAND).to_numpy()
-    launch, named, device = (column_of(work, name, absent=-1, large=False) for name in ("launch", "op", "device"))
+    launch, named_op, device = (
+        extract_column(work, name, absent=-1, large=False) for name in ("launch", "op", "device")
+    )
     if command.any():
         calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
         numbers = work["correlation"].fill_null(NULL).to_numpy()
-        by_number = first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers)
-        launch = np.where(command, by_number, launch)
+        correlated_rows = find_first_rows(
+            calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers
+        )
+        launch = np.where(command, correlated_rows, launch)
     correlated = launch >= 0
     arrows = trace.flows.filter(
         pl.col("kind") == "launch", pl.col("source").is_not_null(), pl.col("target").is_not_null()
@@ -87,10 +91,10 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     launch = np.where(correlated, launch, arrow_from[row])
     call = np.where(launch >= 0, tree.position[launch], -1) if tree.position.size else np.full(row.size, -1)
     has_call = call >= 0
-    called = np.full(row.size, BEFORE, dtype=np.int64)
+    called = np.full(row.size, BEFORE_WINDOW, dtype=np.int64)
     called[has_call] = tree.start[call[has_call]]
-    wrong = has_call & (start < called - _SKEW_NS)
-    call[wrong], called[wrong] = -1, BEFORE
+    wrong = has_call & (start < called - _MAX_SKEW_NS)
+    call[wrong], called[wrong] = -1, BEFORE_WINDOW
     orphans = np.full(row.size, -1)
     lost = call < 0
     unnumbered = work["correlation"].is_null().to_numpy()
@@ -102,11 +106,11 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     orphans[lost & ~unnumbered & (start <= earliest[lane])] = 0
     orphans[wrong] = 3
     # the op that the file names for a work without a call, where it began before the work
-    op = np.where(lost & (named >= 0), tree.position[named], -1) if tree.position.size else np.full(row.size, -1)
+    op = np.where(lost & (named_op >= 0), tree.position[named_op], -1) if tree.position.size else np.full(row.size, -1)
     later = op >= 0
     later[later] = tree.start[op[later]] > start[later]
     op[later] = -1
-    orphans[op >= 0] = BY_OP
+    orphans[op >= 0] = LAUNCHED_BY_OP
     order = np.lexsort((row, end, called, start, lane))
     return DeviceWork(
         row=row[order],
@@ -165,27 +169,27 @@ class WorkTimeline:
 
     def thread_launched_before(self, thread: Ints, time: Ints) -> Ints:
         """The last work that a host thread launched before a time."""
-        at = self._insertion_point(thread, time) - 1
-        valid = at >= 0
-        valid[valid] = self._thread[at[valid]] == thread[valid]
-        return np.where(valid, self._submitted[at] if self._submitted.size else -1, -1)
+        index = self._insertion_point(thread, time) - 1
+        valid = index >= 0
+        valid[valid] = self._thread[index[valid]] == thread[valid]
+        return np.where(valid, self._submitted[index] if self._submitted.size else -1, -1)
 
     def thread_launches_after(self, thread: Ints, time: Ints) -> Ints:
         """The first work that a host thread launches at or after a time."""
-        at = self._insertion_point(thread, time)
-        valid = at < self._thread.size
-        valid[valid] = self._thread[at[valid]] == thread[valid]
-        at = np.where(valid, at, 0)
-        return np.where(valid, self._submitted[at] if self._submitted.size else -1, -1)
+        index = self._insertion_point(thread, time)
+        valid = index < self._thread.size
+        valid[valid] = self._thread[index[valid]] == thread[valid]
+        index = np.where(valid, index, 0)
+        return np.where(valid, self._submitted[index] if self._submitted.size else -1, -1)
 
     def _insertion_point(self, thread: Ints, time: Ints) -> Ints:
         """Where (thread, time) would stand among the launches."""
         out = np.zeros(thread.size, dtype=np.int64)
         for number in np.unique(thread).tolist():
-            own = thread == number
+            on_thread = thread == number
             low = np.searchsorted(self._thread, number, "left")
             high = np.searchsorted(self._thread, number, "right")
-            out[own] = low + np.searchsorted(self._asked[low:high], time[own])
+            out[on_thread] = low + np.searchsorted(self._asked[low:high], time[on_thread])
         return out
 
 
@@ -200,9 +204,9 @@ class _StreamWork:
         self.asked = launched[order]
         self.by_asked = order + low
         self.lasting = order[holder] + low
-        by_end = np.argsort(end, kind="stable")
-        self.ends = end[by_end]
-        self.by_end = by_end + low
+        end_order = np.argsort(end, kind="stable")
+        self.ends = end[end_order]
+        self.by_end = end_order + low
 
     def launched_before(self, time: Ints) -> Ints:
         count = np.searchsorted(self.asked, time, side="left")

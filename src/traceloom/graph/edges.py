@@ -10,10 +10,10 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from traceloom.errors import InvariantError
-from traceloom.graph.graph import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS, EdgeKind, Evidence, topological_order
+from traceloom.graph.graph import EDGE_KINDS, EVIDENCE, GRAPH_SCHEMAS, EdgeKind, Evidence, sort_topologically
 from traceloom.trace.array_types import Bools, Ints
 
-_ONE_KEY = 1 << 29  # points below which both ends and the kind of an edge fit into 64 bits
+_MAX_PACKED_POINTS = 1 << 29  # points below which both ends and the kind of an edge fit into 64 bits
 
 
 class Edges(Struct):
@@ -39,10 +39,10 @@ class Edges(Struct):
         self.source.append(2 * source + np.asarray(from_end, dtype=np.int64))
         self.target.append(2 * target + np.asarray(to_end, dtype=np.int64))
         self.kind.append(np.full(count, EDGE_KINDS.index(kind), dtype=np.uint8))
-        words = np.asarray(evidence)
+        evidence_names = np.asarray(evidence)
         codes = np.zeros(count, dtype=np.uint8)
         for code, word in enumerate(EVIDENCE):
-            codes[np.broadcast_to(words == word, (count,))] = code
+            codes[np.broadcast_to(evidence_names == word, (count,))] = code
         self.evidence.append(codes)
         self.firm.append(np.full(count, firm))
 
@@ -54,21 +54,23 @@ class Edges(Struct):
         Args:
             times: Measured time of each point, ns; shape (2 x nodes,).
         """
-        source, target = _joined(self.source, np.int64), _joined(self.target, np.int64)
-        kind, evidence = _joined(self.kind, np.uint8), _joined(self.evidence, np.uint8)
-        firm = _joined(self.firm, np.bool_)
-        kept = np.flatnonzero(select_acyclic_edges(source, target, firm, times))
-        refused = np.bincount(np.delete(kind, kept), minlength=len(EDGE_KINDS))
-        held = np.zeros(times.size, dtype=np.bool_)
-        held[target[kept]] = True
-        free = np.flatnonzero(~held[2::2]) + 1
-        source = _joined([source[kept], np.ones_like(free)], np.int64)
-        target = _joined([target[kept], 2 * free], np.int64)
-        kind = _joined([kind[kept], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)], np.uint8)
-        evidence = _joined([evidence[kept], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)], np.uint8)
+        source, target = _join_parts(self.source, np.int64), _join_parts(self.target, np.int64)
+        kind, evidence = _join_parts(self.kind, np.uint8), _join_parts(self.evidence, np.uint8)
+        firm = _join_parts(self.firm, np.bool_)
+        retained = np.flatnonzero(select_acyclic_edges(source, target, firm, times))
+        refused = np.bincount(np.delete(kind, retained), minlength=len(EDGE_KINDS))
+        has_cause = np.zeros(times.size, dtype=np.bool_)
+        has_cause[target[retained]] = True
+        free = np.flatnonzero(~has_cause[2::2]) + 1
+        source = _join_parts([source[retained], np.ones_like(free)], np.int64)
+        target = _join_parts([target[retained], 2 * free], np.int64)
+        kind = _join_parts([kind[retained], np.full(free.size, EDGE_KINDS.index("origin"), dtype=np.uint8)], np.uint8)
+        evidence = _join_parts(
+            [evidence[retained], np.full(free.size, EVIDENCE.index("assumed"), dtype=np.uint8)], np.uint8
+        )
         # by target, source and kind; of those that are alike the first, since one between two points is enough
         columns: tuple[NDArray[Any], ...] = (target, source, kind)
-        if times.size < _ONE_KEY:
+        if times.size < _MAX_PACKED_POINTS:
             columns = ((target * times.size + source) * len(EDGE_KINDS) + kind,)
         order: Ints = np.argsort(columns[0], kind="stable") if len(columns) == 1 else np.lexsort(columns[::-1])
         new = np.ones(order.size, dtype=np.bool_)
@@ -88,15 +90,15 @@ class Edges(Struct):
             },
             schema_overrides=GRAPH_SCHEMAS["edges"],
         )
-        rest = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
-        return frame, pl.DataFrame(rest, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
+        refused_rows = [(name, int(count)) for name, count in zip(EDGE_KINDS, refused.tolist(), strict=True) if count]
+        return frame, pl.DataFrame(refused_rows, schema={"kind": pl.String, "count": pl.Int64}, orient="row")
 
 
-def _joined(parts: list[Any], dtype: Any) -> NDArray[Any]:
+def _join_parts(parts: list[Any], dtype: Any) -> NDArray[Any]:
     """One array of all parts, which are given up."""
-    whole = np.concatenate([np.zeros(0, dtype=dtype), *parts])
+    joined = np.concatenate([np.zeros(0, dtype=dtype), *parts])
     parts.clear()
-    return whole
+    return joined
 
 
 def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -> Bools:
@@ -110,21 +112,21 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
     early = times[target] <= times[source]
     basis = firm | early
     while True:
-        at = np.flatnonzero(basis)
+        rows = np.flatnonzero(basis)
         try:
-            order = topological_order(nodes, source[at], target[at])
+            order = sort_topologically(nodes, source[rows], target[rows])
         except InvariantError:
-            stuck = _drop_cycles(nodes, source[at], target[at])
+            stuck = _drop_cycles(nodes, source[rows], target[rows])
         else:
             break
-        inside = basis & ~firm & stuck[source] & stuck[target]
-        if not inside.any():
+        in_cycle = basis & ~firm & stuck[source] & stuck[target]
+        if not in_cycle.any():
             raise InvariantError("the order of calls, launches and streams contradicts itself", slug="broken-cycle")
-        basis &= ~inside
+        basis &= ~in_cycle
     position = np.empty(times.size, dtype=np.int64)
     position[order] = np.arange(times.size)
     # times moved on until no edge goes back and no node ends before it starts
-    moved, before, after = times.copy(), source[at], target[at]
+    moved, before, after = times.copy(), source[rows], target[rows]
     while True:
         late = np.flatnonzero(moved[after] < moved[before])
         if not late.size and not (moved[1::2] < moved[0::2]).any():
@@ -134,27 +136,27 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
     forward = (moved[source] < moved[target]) | (
         (moved[source] == moved[target]) & (position[source] < position[target])
     )
-    kept: Bools = basis | forward
-    return kept
+    acyclic: Bools = basis | forward
+    return acyclic
 
 
 def _drop_cycles(nodes: int, source: Ints, target: Ints) -> Bools:
     """Points that a repeated removal of points without predecessors, then without successors, leaves over."""
     starts = np.arange(nodes, dtype=np.int64) * 2
     before, after = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
-    left = np.ones(2 * nodes, dtype=np.bool_)
+    remaining = np.ones(2 * nodes, dtype=np.bool_)
     for tails, heads in ((before, after), (after, before)):
         order = np.argsort(tails, kind="stable")
         reached = heads[order]
         bounds = np.searchsorted(tails[order], np.arange(2 * nodes + 1))
-        live = left[before] & left[after]
+        live = remaining[before] & remaining[after]
         waits = np.bincount(heads[live], minlength=2 * nodes)
-        ready = np.flatnonzero((waits == 0) & left).tolist()
+        ready = np.flatnonzero((waits == 0) & remaining).tolist()
         while ready:
             point = ready.pop()
-            left[point] = False
+            remaining[point] = False
             for follower in reached[bounds[point] : bounds[point + 1]].tolist():
                 waits[follower] -= 1
-                if waits[follower] == 0 and left[follower]:
+                if waits[follower] == 0 and remaining[follower]:
                     ready.append(follower)
-    return left
+    return remaining

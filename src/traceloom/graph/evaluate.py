@@ -11,11 +11,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from traceloom.errors import UsageError
 from traceloom.graph.calibrate import class_delays, scale_overlap
-from traceloom.graph.graph import Graph, array, describe_cycle, is_large, order_in_layers, plain, points, room
+from traceloom.graph.graph import (
+    Graph,
+    allocate_matrix,
+    describe_cycle,
+    get_column_array,
+    get_edge_points,
+    is_large,
+    sort_into_layers,
+    unwrap_array,
+)
 from traceloom.trace.array_types import Bools, Ints
 
-_PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
-_FEW = 24  # with fewer links than this a slice takes longer in array operations than link by link
+_MAX_PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
+_MAX_SCALAR_LINKS = 24  # with fewer links than this a slice takes longer in array operations than link by link
 
 
 class LinkTerms(Struct, frozen=True):
@@ -31,7 +40,7 @@ class LinkTerms(Struct, frozen=True):
 
     def at(self, index: Ints) -> LinkTerms:
         """The terms of some links."""
-        return LinkTerms(plain(self.edge[index]), plain(self.node[index]))
+        return LinkTerms(unwrap_array(self.edge[index]), unwrap_array(self.node[index]))
 
 
 class LayerSlice(Struct, frozen=True):
@@ -101,27 +110,29 @@ class PassLayout(Struct, frozen=True):
     stretches: list[LayerSlice]
 
 
-def layout(graph: Graph) -> PassLayout:
+def build_pass_layout(graph: Graph) -> PassLayout:
     """Lay out a graph.
 
     Raises:
         InvariantError: `broken-cycle`: nodes wait for each other.
     """
     nodes, edges = graph.nodes.height, graph.edges.height
-    source, target = points(graph)
+    source, target = get_edge_points(graph)
     waits = np.zeros(nodes, dtype=np.bool_, like=source)
     waits[target[target % 2 == 1] // 2] = True
-    start, end = _items(graph, waits)
+    start, end = _assign_item_numbers(graph, waits)
     count = nodes + int(waits.sum())
     # Links: those of the edges, then from start to end of every node whose end is an item of its own.
-    of, to = source // 2, target // 2
+    from_node, to = source // 2, target // 2
     from_end, to_end = source % 2 == 1, target % 2 == 1
     waiting = np.flatnonzero(waits)
-    link_source = np.concatenate([np.where(from_end & waits[of], end[of], start[of]), start[waiting]])
+    link_source = np.concatenate(
+        [np.where(from_end & waits[from_node], end[from_node], start[from_node]), start[waiting]]
+    )
     link_target = np.concatenate([np.where(to_end, end[to], start[to]), end[waiting]])
     terms = LinkTerms(
         np.concatenate([np.arange(edges, like=source), np.full(waiting.size, edges, like=source)]),
-        np.concatenate([np.where(from_end & ~waits[of], of, nodes), waiting]),
+        np.concatenate([np.where(from_end & ~waits[from_node], from_node, nodes), waiting]),
     )
     chain = np.full(count, -1, dtype=np.int64, like=source)
     neighbours = np.flatnonzero(link_target == link_source + 1)
@@ -130,7 +141,7 @@ def layout(graph: Graph) -> PassLayout:
     crosses = np.ones(link_source.size, dtype=np.bool_, like=source)
     crosses[inner] = False
     crossing = np.flatnonzero(crosses)
-    layering = order_in_layers(chain >= 0, link_source[crossing], link_target[crossing])
+    layering = sort_into_layers(chain >= 0, link_source[crossing], link_target[crossing])
     if layering is None:
         raise describe_cycle(nodes, source, target)
     layer: Ints = layering.layer[layering.run]
@@ -140,47 +151,47 @@ def layout(graph: Graph) -> PassLayout:
     # A chain that goes on in a later layer is cut there: its link becomes one from outside.
     inner = np.flatnonzero(chain >= 0)  # items now
     cut = inner[layer[inner] != layer[inner - 1]]
-    outside = np.concatenate([crossing, chain[cut]])
+    outer_links = np.concatenate([crossing, chain[cut]])
     chain[cut] = -1
-    outside = outside[np.argsort(position[link_target[outside]], kind="stable")]
+    outer_links = outer_links[np.argsort(position[link_target[outer_links]], kind="stable")]
     chain = chain[order]
     is_entry = chain < 0
-    is_entry[position[link_target[outside]]] = True
+    is_entry[position[link_target[outer_links]]] = True
     entry, entry_of = np.flatnonzero(is_entry), np.cumsum(is_entry) - 1
-    source_position = position[link_source[outside]]
-    source_entry = plain(entry_of[source_position])
-    target_entry = entry_of[position[link_target[outside]]]
-    begins = chain[entry] < 0
+    source_position = position[link_source[outer_links]]
+    source_entry = unwrap_array(entry_of[source_position])
+    target_entry = entry_of[position[link_target[outer_links]]]
+    starts_chain = chain[entry] < 0
     # What waits for nothing is all that layer 0 has of entries.
     roots = int((layer[order][entry] == 0).sum())
-    offset = plain(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
-    piece, slices = _slices(layer[order][entry], begins, roots, source_entry, offset)
+    offset = unwrap_array(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
+    piece_number, slices = _cut_into_slices(layer[order][entry], starts_chain, roots, source_entry, offset)
     none = np.append(terms.edge, edges), np.append(terms.node, nodes)
     return PassLayout(
         nodes=nodes,
-        start=plain(position[start]),
-        end=plain(position[end]),
-        derived=plain(~waits),
-        chain=LinkTerms(plain(none[0][chain]), plain(none[1][chain])),
-        entry=plain(entry),
-        entry_of=plain(entry_of),
+        start=unwrap_array(position[start]),
+        end=unwrap_array(position[end]),
+        derived=unwrap_array(~waits),
+        chain=LinkTerms(unwrap_array(none[0][chain]), unwrap_array(none[1][chain])),
+        entry=unwrap_array(entry),
+        entry_of=unwrap_array(entry_of),
         roots=roots,
-        piece=plain(piece),
-        begins=plain(begins),
-        source=plain(source_position),
+        piece=unwrap_array(piece_number),
+        begins=unwrap_array(starts_chain),
+        source=unwrap_array(source_position),
         source_entry=source_entry,
-        target_entry=plain(target_entry),
-        link=terms.at(outside),
+        target_entry=unwrap_array(target_entry),
+        link=terms.at(outer_links),
         offset=offset,
         slices=slices,
-        stretches=_stretches(slices),
+        stretches=_merge_small_slices(slices),
     )
 
 
-def _items(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
+def _assign_item_numbers(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
     """Number of each start, and of each end that waits (else of its start): by lane, then in the order of time."""
-    lane = array(graph, graph.nodes["lane"].cast(int).fill_null(-1))
-    start = array(graph, graph.nodes["start_ns"])
+    lane = get_column_array(graph, graph.nodes["lane"].cast(int).fill_null(-1))
+    start = get_column_array(graph, graph.nodes["start_ns"])
     step = np.diff(lane)
     if (step < 0).any() or ((step == 0) & (np.diff(start) < 0)).any():
         order = np.lexsort((start, lane))
@@ -191,26 +202,30 @@ def _items(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
     return items, items + waits
 
 
-def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) -> tuple[Ints, list[LayerSlice]]:
+def _cut_into_slices(
+    layer: Ints, starts_chain: Bools, roots: int, source: Ints, offset: Ints
+) -> tuple[Ints, list[LayerSlice]]:
     """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece in its slice."""
-    piece = np.zeros(layer.size, dtype=np.int64, like=layer)
+    piece_number = np.zeros(layer.size, dtype=np.int64, like=layer)
     if roots == layer.size:
-        return piece, []
+        return piece_number, []
     opens = np.append(True, layer[1:] != layer[:-1])
-    number = np.cumsum(begins) - 1
+    number = np.cumsum(starts_chain) - 1
     within = number - np.maximum.accumulate(np.where(opens, number, 0))
-    opens |= begins & (within % _PIECES == 0)
-    piece[roots:] = within[roots:] % _PIECES
+    opens |= starts_chain & (within % _MAX_PIECES == 0)
+    piece_number[roots:] = within[roots:] % _MAX_PIECES
     bounds = np.append(np.flatnonzero(opens[roots:]) + roots, layer.size)
     links = offset[bounds].tolist()
-    places = bounds.tolist()
-    return piece, [
-        LayerSlice(low, high, first, last, source[first:last], offset[low:high] - first, last - first < _FEW)
-        for low, high, first, last in zip(places[:-1], places[1:], links[:-1], links[1:], strict=True)
+    offsets = bounds.tolist()
+    return piece_number, [
+        LayerSlice(
+            low, high, first, last, source[first:last], offset[low:high] - first, last - first < _MAX_SCALAR_LINKS
+        )
+        for low, high, first, last in zip(offsets[:-1], offsets[1:], links[:-1], links[1:], strict=True)
     ]
 
 
-def _stretches(slices: list[LayerSlice]) -> list[LayerSlice]:
+def _merge_small_slices(slices: list[LayerSlice]) -> list[LayerSlice]:
     """The slices with neighbours that have few links joined; only their bounds mean anything then."""
     joined: list[LayerSlice] = []
     for part in slices:
@@ -224,13 +239,13 @@ def _stretches(slices: list[LayerSlice]) -> list[LayerSlice]:
     return joined
 
 
-_NEVER = int(np.iinfo(np.int64).min)
+_MIN_TIME = int(np.iinfo(np.int64).min)
 ABSENT = -(2**61)  # as delay of an edge: it holds nothing back
-_GONE = ABSENT // 2  # residuals have been added
-_TOGETHER = 8  # scenarios that go through the slices together
-_SMALL = 50_000  # where there are fewer nodes than this
-_OFTEN = 200  # or than this in a slice
-LONGEST_NS = 2**53  # ns; 256 pieces of a slice this far apart are within int64
+_ABSENT_LIMIT = ABSENT // 2  # residuals have been added
+_BATCH_SCENARIOS = 8  # scenarios that go through the slices together
+_MAX_SMALL_NODES = 50_000  # where there are fewer nodes than this
+_MAX_NODES_PER_SLICE = 200  # or than this in a slice
+MAX_DURATION_NS = 2**53  # ns; 256 pieces of a slice this far apart are within int64
 
 
 class Plan:
@@ -248,7 +263,7 @@ class Plan:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._layout: PassLayout = layout(graph)
+        self._layout: PassLayout = build_pass_layout(graph)
         self._large = is_large(graph)
         times = np.zeros(self._layout.entry_of.size, dtype=np.int64)
         times[self._layout.start] = graph.nodes["start_ns"].to_numpy()
@@ -293,63 +308,65 @@ class Plan:
             UsageError: `wrong-shape`: an argument fits neither the nodes nor the edges.
         """
         nodes, edges = self.graph.nodes, self.graph.edges
-        work = nodes["work_ns"].to_numpy() if work_ns is None else _whole(work_ns, nodes.height, "work_ns")
+        work = (
+            nodes["work_ns"].to_numpy() if work_ns is None else _convert_to_integers(work_ns, nodes.height, "work_ns")
+        )
         if delay_ns is not None:
-            delay = _whole(delay_ns, edges.height, "delay_ns")
+            delay = _convert_to_integers(delay_ns, edges.height, "delay_ns")
         else:
             delay = edges["delay_ns"].to_numpy() if residuals else self.constants
         if residuals:
             work = work + nodes["residual_ns"].to_numpy()
             delay = delay + edges["residual_ns"].to_numpy()
-        alone = work.ndim == delay.ndim == 1
+        is_single = work.ndim == delay.ndim == 1
         work, delay = np.atleast_2d(work), np.atleast_2d(delay)
         if work_ns is not None:
             delay = scale_overlap(self.graph, work, delay)
         times = self._times(work, delay)
-        return times[0] if alone else times
+        return times[0] if is_single else times
 
     def _times(self, work: Ints, delay: Ints) -> Ints:
         """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and (S or 1, E)."""
         nodes = self.graph.nodes
         scenarios = max(work.shape[0], delay.shape[0])
-        times = room(scenarios, 2 * nodes.height, large=self._large)
+        times = allocate_matrix(scenarios, 2 * nodes.height, large=self._large)
         # Together they share what each slice costs; apart they stay within the caches.
-        together = _TOGETHER if nodes.height < max(_SMALL, _OFTEN * self.slices) else 1
-        for low in range(0, scenarios, together):
-            rows = slice(low, low + together)
+        batch_size = _BATCH_SCENARIOS if nodes.height < max(_MAX_SMALL_NODES, _MAX_NODES_PER_SLICE * self.slices) else 1
+        for low in range(0, scenarios, batch_size):
+            rows = slice(low, low + batch_size)
             work_rows, delay_rows = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
             self._pass(work_rows, delay_rows, times[rows])
-        if not delay.size or delay.min() >= _GONE:
+        if not delay.size or delay.min() >= _ABSENT_LIMIT:
             return times
-        _, target = points(self.graph)
+        _, target = get_edge_points(self.graph)
         for row in range(scenarios):
             row_delay = delay[row % len(delay)]
-            absent = row_delay < _GONE
-            left = np.bincount(target[~absent], minlength=times.shape[1])
+            absent = row_delay < _ABSENT_LIMIT
+            edge_count = np.bincount(target[~absent], minlength=times.shape[1])
             # Where an absent edge was all that held a point, that waits for nothing now: it is evaluated anew.
-            if (left[target[absent & (target % 2 == 0)]] == 0).any():
-                kept = np.flatnonzero(~absent)
-                rest = Plan(replace(self.graph, edges=self.graph.edges[kept]))
-                times[row] = rest._times(work[row % len(work)][np.newaxis], row_delay[np.newaxis, kept])[0]
+            if (edge_count[target[absent & (target % 2 == 0)]] == 0).any():
+                present = np.flatnonzero(~absent)
+                reduced = Plan(replace(self.graph, edges=self.graph.edges[present]))
+                times[row] = reduced._times(work[row % len(work)][np.newaxis], row_delay[np.newaxis, present])[0]
         return times
 
     def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
         """Fill in the times of all points; all arguments have a row per scenario, or one for all."""
         plan = self._layout
         work, delay = self._padded(work), self._padded(delay)
-        absent = delay < _GONE
+        absent = delay < _ABSENT_LIMIT
         delay[absent] = 0
         # No two times, and no sums along pieces, are further apart than this. As doubles these do not wrap around, and
         # are exact as far as they are not refused.
-        far = sum(int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay))
-        far += int(self._roots.max()) - int(self._roots.min()) if self._roots.size else 0
-        never = -4 * far - 1  # never the last, as long as something else holds that point
-        far -= never * int(absent.sum(axis=1).max())
+        max_reach = sum(int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay))
+        max_reach += int(self._roots.max()) - int(self._roots.min()) if self._roots.size else 0
+        never = -4 * max_reach - 1  # never the last, as long as something else holds that point
+        max_reach -= never * int(absent.sum(axis=1).max())
         # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
         # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
         # the one before.
-        lift = 2 * far + 1
-        if lift > LONGEST_NS:
+        lift = 2 * max_reach + 1
+        if lift > MAX_DURATION_NS:
             raise UsageError("these times add up to more than 100 days", slug="times-too-long")
         delay[absent] = never
         sums = self._weights(plan.chain, work, delay)
@@ -364,9 +381,9 @@ class Plan:
         level = self._room(points.shape[0], plan.entry.size)
         level[:, : plan.roots] = self._roots - before[:, : plan.roots]
         ahead = np.broadcast_to(ahead, (points.shape[0], ahead.shape[1]))
-        alone = len(level) == 1
-        for part in plan.stretches if alone else plan.slices:
-            if alone and part.few:
+        is_single = len(level) == 1
+        for part in plan.stretches if is_single else plan.slices:
+            if is_single and part.few:
                 self._link_by_link(part, level[0], ahead[0])
                 continue
             arrived = level.take(part.source, axis=1)
@@ -383,18 +400,18 @@ class Plan:
         points[:, 1::2] += np.multiply(work[:, :-1], plan.derived, out=derived)
 
     def _room(self, rows: int, columns: int) -> Ints:
-        return room(rows, columns, large=self._large)
+        return allocate_matrix(rows, columns, large=self._large)
 
     def _take(self, values: Ints, index: Ints) -> Ints:
         """Some columns of the values; shape (scenarios, columns)."""
         return values.take(index, axis=1, out=self._room(len(values), index.size), mode="clip")
 
     def _weights(self, terms: LinkTerms, work: Ints, delay: Ints) -> Ints:
-        of_edge, of_node = self._take(delay, terms.edge), self._take(work, terms.node)
-        if len(of_edge) < len(of_node):
-            of_edge, of_node = of_node, of_edge
-        of_edge += of_node
-        return of_edge
+        edge_weights, node_weights = self._take(delay, terms.edge), self._take(work, terms.node)
+        if len(edge_weights) < len(node_weights):
+            edge_weights, node_weights = node_weights, edge_weights
+        edge_weights += node_weights
+        return edge_weights
 
     def _padded(self, values: Ints) -> Ints:
         """With a last column of zeros, for links that have no such term."""
@@ -406,19 +423,19 @@ class Plan:
         plan = self._layout
         reached, gained, source = level.data, ahead.data, plan.source_entry.data
         offset = plan.offset[part.low : part.high + 1].tolist()
-        begins = plan.begins[part.low : part.high].tolist()
-        at = offset[0]
-        for entry, begin, last in zip(range(part.low, part.high), begins, offset[1:], strict=True):
-            best = _NEVER if begin else reached[entry - 1]
-            for link in range(at, last):
+        chain_starts = plan.begins[part.low : part.high].tolist()
+        first = offset[0]
+        for entry, starts_chain, last in zip(range(part.low, part.high), chain_starts, offset[1:], strict=True):
+            best = _MIN_TIME if starts_chain else reached[entry - 1]
+            for link in range(first, last):
                 candidate = reached[source[link]] + gained[link]
                 if candidate > best:  # noqa: PLR1730  (max() takes three times as long)
                     best = candidate
             reached[entry] = best
-            at = last
+            first = last
 
 
-def _whole(values: ArrayLike, count: int, name: str) -> NDArray[Any]:
+def _convert_to_integers(values: ArrayLike, count: int, name: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.ndim not in {1, 2} or array.shape[-1] != count:
         raise UsageError(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from traceloom.errors import InvariantError, broken
 from traceloom.trace import mapped_arrays
 from traceloom.trace.array_types import Array, Bools, Ints
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.storage import ArchiveFormat
 from traceloom.trace.trace import HOST_OPS, CategoryType
@@ -96,7 +96,7 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
     # awaited, and `residual_ns` what neither the work nor an awaited node explains. `event` and `op` (the innermost
     # framework op) are rows of the rank's trace, `host_op` the id in the host trace, where linked. The bytes are of
     # copies, fills and communication (what this rank puts in).
-    "nodes": schema(
+    "nodes": build_schema(
         "node kind name category rank lane start_ns duration_ns work_ns residual_ns event op host_op step correlation",
         "bytes",
         {"kind": NodeKind, "category": CategoryType, "op": pl.UInt32, "host_op": pl.Int64},
@@ -104,44 +104,44 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
     # `from_end`: it holds from the end of the source, else from its start; `to_end`: it holds back the end of the
     # target, else its start. The delay is the calibrated one of the edge's class, at most the observed slack, and may
     # be negative; the residual is more than 0 only on the last satisfied edge into a point.
-    "edges": schema(
+    "edges": build_schema(
         "source target kind evidence from_end to_end delay_ns residual_ns",
         {"source": Node, "target": Node, "kind": EdgeKind, "evidence": Evidence},
     ),
-    "lanes": schema("lane rank kind process thread device stream name", {"kind": pl.Enum(["host", "device"])}),
+    "lanes": build_schema("lane rank kind process thread device stream name", {"kind": pl.Enum(["host", "device"])}),
     # `instance` is equal for the parts of one operation on all ranks, null where not joined; kind: all_reduce,
     # all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...; ranks are the members, ascending, null
     # where unknown; `peer` is the global rank of the root, source or destination.
-    "communication": schema(
+    "communication": build_schema(
         "node instance kind group group_size ranks sequence element_type in_bytes out_bytes peer tag in_splits",
         "out_splits",
         {"ranks": pl.List(pl.Int32), "in_splits": pl.List(pl.Int64), "out_splits": pl.List(pl.Int64)},
     ),
     # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
-    "transfers": schema("node kind source_memory target_memory"),
-    "host_ops": pl.Schema({**schema("rank"), **HOST_OPS}),
+    "transfers": build_schema("node kind source_memory target_memory"),
+    "host_ops": pl.Schema({**build_schema("rank"), **HOST_OPS}),
     # Traces are paths. The offset is added to this rank's times, 0 where nothing was fitted; the drift is in ns per ns;
     # the residual is what the fit leaves, null where nothing was fitted.
-    "ranks": schema(
+    "ranks": build_schema(
         "rank host process device_trace host_trace window_start_ns window_end_ns clock_offset_ns clock_drift",
         "clock_residual_ns",
         {"process": pl.Int64},
     ),
     # `place` is what the class is told apart by: device, vendor, call name.
-    "delays": schema("kind place count median_ns", {"kind": EdgeKind, "place": pl.String}),
+    "delays": build_schema("kind place count median_ns", {"kind": EdgeKind, "place": pl.String}),
     # subject: host-ops, gpu-work, collectives, time, ...; outcome: matched, attached, orphan: launch before the window,
     # ...; the time is null where it has no meaning for the subject.
-    "coverage": schema("rank subject outcome count time_ns"),
+    "coverage": build_schema("rank subject outcome count time_ns"),
 }
 
 
 @cache
-def empty_frame(name: str) -> pl.DataFrame:
+def make_empty_frame(name: str) -> pl.DataFrame:
     """The graph frame `name` without rows."""
     return pl.DataFrame(schema=GRAPH_SCHEMAS[name])
 
 
-_MOST_LISTED = 200_000  # runs; a list takes four times the room of an array
+_MAX_LISTED = 200_000  # runs; a list takes four times the room of an array
 
 
 class PointOrder(Struct, frozen=True):
@@ -160,7 +160,7 @@ class PointOrder(Struct, frozen=True):
     layer: Ints
 
 
-def order_in_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder | None:
+def sort_into_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder | None:
     """Order items that wait for each other; None if there is a cycle.
 
     The work outside NumPy is one step per run and link, so that long chains cost next to nothing.
@@ -177,54 +177,54 @@ def order_in_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder | 
     count = first.size
     from_run, to_run = run[source], run[target]
     follows = chained[first]
-    many = count > _MOST_LISTED
-    waits = _by_number(np.bincount(to_run, minlength=count) + follows, many)
-    by_source = np.argsort(from_run, kind="stable")
-    reached = _by_number(to_run[by_source], many)
-    bounds = _by_number(np.searchsorted(from_run[by_source], np.arange(count + 1)), many)
-    next_follows = _by_number(np.append(follows[1:], False), many)
+    use_arrays = count > _MAX_LISTED
+    waits = _convert_to_sequence(np.bincount(to_run, minlength=count) + follows, use_arrays)
+    source_order = np.argsort(from_run, kind="stable")
+    reached = _convert_to_sequence(to_run[source_order], use_arrays)
+    bounds = _convert_to_sequence(np.searchsorted(from_run[source_order], np.arange(count + 1)), use_arrays)
+    next_follows = _convert_to_sequence(np.append(follows[1:], False), use_arrays)
     run_layers = np.zeros(count, dtype=np.int64, like=chained)
-    layer = _by_number(run_layers, many)
-    ready = [at for at, left in enumerate(waits) if not left]
+    layer = _convert_to_sequence(run_layers, use_arrays)
+    ready = [index for index, remaining in enumerate(waits) if not remaining]
     order = array_array("q")
     while ready:
-        at = ready.pop()
+        index = ready.pop()
         while True:
-            order.append(at)
-            current = layer[at]
-            low, high = bounds[at], bounds[at + 1]
+            order.append(index)
+            current = layer[index]
+            low, high = bounds[index], bounds[index + 1]
             if low < high:
                 for follower in reached[low:high]:
                     if layer[follower] <= current:
                         layer[follower] = current + 1
-                    left = waits[follower] - 1
-                    waits[follower] = left
-                    if not left:
+                    remaining = waits[follower] - 1
+                    waits[follower] = remaining
+                    if not remaining:
                         ready.append(follower)
-            if not next_follows[at]:
+            if not next_follows[index]:
                 break
-            at += 1
-            if layer[at] < current:  # noqa: PLR1730  (max() takes three times as long)
-                layer[at] = current
-            left = waits[at] - 1
-            waits[at] = left
-            if left:
+            index += 1
+            if layer[index] < current:  # noqa: PLR1730  (max() takes three times as long)
+                layer[index] = current
+            remaining = waits[index] - 1
+            waits[index] = remaining
+            if remaining:
                 break
     if len(order) < count:
         return None
     rank = np.empty(count, dtype=np.int64, like=chained)
     rank[np.frombuffer(order, dtype=np.int64)] = np.arange(count)
-    if not many:
+    if not use_arrays:
         run_layers[:] = layer
     return PointOrder(run, rank, run_layers)
 
 
-def _by_number(values: NDArray[Any], many: bool) -> Any:
+def _convert_to_sequence(values: NDArray[Any], use_arrays: bool) -> Any:
     """The values as a list, or as a view of the array, which is slower but takes no object for each."""
-    return values.data if many else values.tolist()
+    return values.data if use_arrays else values.tolist()
 
 
-def topological_order(nodes: int, source: Ints, target: Ints) -> Ints:
+def sort_topologically(nodes: int, source: Ints, target: Ints) -> Ints:
     """All 2 x `nodes` points in topological order.
 
     Args:
@@ -235,32 +235,32 @@ def topological_order(nodes: int, source: Ints, target: Ints) -> Ints:
     Raises:
         InvariantError: `broken-cycle`: there is none.
     """
-    layering = _of_points(nodes, source, target)
+    layering = _sort_points(nodes, source, target)
     if layering is None:
         raise describe_cycle(nodes, source, target)
     return np.argsort(layering.rank[layering.run], kind="stable")
 
 
-def acyclic(nodes: int, source: Ints, target: Ints) -> bool:
+def is_acyclic(nodes: int, source: Ints, target: Ints) -> bool:
     """Whether there is such an order; arguments as of `topological`."""
-    return _of_points(nodes, source, target) is not None
+    return _sort_points(nodes, source, target) is not None
 
 
-def _of_points(nodes: int, source: Ints, target: Ints) -> PointOrder | None:
+def _sort_points(nodes: int, source: Ints, target: Ints) -> PointOrder | None:
     chained = np.zeros(2 * nodes, dtype=np.bool_, like=source)
     chained[1::2] = True
     neighbours = (target == source + 1) & (source % 2 == 1)
     chained[target[neighbours]] = True
-    return order_in_layers(chained, source[~neighbours], target[~neighbours])
+    return sort_into_layers(chained, source[~neighbours], target[~neighbours])
 
 
 def describe_cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
     """The error that names the points which wait for each other."""
     starts = np.arange(nodes, dtype=np.int64) * 2
     from_point, to_point = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
-    by_source = np.argsort(from_point, kind="stable")
-    next_of: Any = to_point[by_source].tolist()
-    first: Any = np.searchsorted(from_point[by_source], np.arange(2 * nodes + 1)).tolist()
+    source_order = np.argsort(from_point, kind="stable")
+    next_of: Any = to_point[source_order].tolist()
+    first: Any = np.searchsorted(from_point[source_order], np.arange(2 * nodes + 1)).tolist()
     waits: Any = np.bincount(to_point, minlength=2 * nodes).tolist()
     ready = [point for point in range(2 * nodes) if not waits[point]]
     while ready:
@@ -308,13 +308,13 @@ class Graph:
 
     nodes: pl.DataFrame
     edges: pl.DataFrame
-    lanes: pl.DataFrame = field(default_factory=lambda: empty_frame("lanes"))
-    communication: pl.DataFrame = field(default_factory=lambda: empty_frame("communication"))
-    transfers: pl.DataFrame = field(default_factory=lambda: empty_frame("transfers"))
-    host_ops: pl.DataFrame = field(default_factory=lambda: empty_frame("host_ops"))
-    ranks: pl.DataFrame = field(default_factory=lambda: empty_frame("ranks"))
-    delays: pl.DataFrame = field(default_factory=lambda: empty_frame("delays"))
-    coverage: pl.DataFrame = field(default_factory=lambda: empty_frame("coverage"))
+    lanes: pl.DataFrame = field(default_factory=lambda: make_empty_frame("lanes"))
+    communication: pl.DataFrame = field(default_factory=lambda: make_empty_frame("communication"))
+    transfers: pl.DataFrame = field(default_factory=lambda: make_empty_frame("transfers"))
+    host_ops: pl.DataFrame = field(default_factory=lambda: make_empty_frame("host_ops"))
+    ranks: pl.DataFrame = field(default_factory=lambda: make_empty_frame("ranks"))
+    delays: pl.DataFrame = field(default_factory=lambda: make_empty_frame("delays"))
+    coverage: pl.DataFrame = field(default_factory=lambda: make_empty_frame("coverage"))
     name: str = ""
     epoch_ns: int = 0
     world_size: int | None = None
@@ -327,13 +327,13 @@ class Graph:
 
     def nodes_of(self, *kinds: str) -> Bools:
         """Which nodes are of these kinds, shape (nodes,)."""
-        chosen: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
-        return chosen
+        selected: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
+        return selected
 
     def edges_of(self, *kinds: str) -> Bools:
         """Which edges are of these kinds, shape (edges,)."""
-        chosen: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
-        return chosen
+        selected: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
+        return selected
 
     @cached_property
     def names(self) -> pl.Series:
@@ -367,8 +367,8 @@ class Graph:
     @property
     def end_ns(self) -> int:
         """End of the last node; 0 for a graph without nodes."""
-        ends = self.nodes["start_ns"] + self.nodes["duration_ns"]
-        return int(ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
+        node_ends = self.nodes["start_ns"] + self.nodes["duration_ns"]
+        return int(node_ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
 
     @property
     def job_ranks(self) -> int:
@@ -414,7 +414,7 @@ class Graph:
         if late.any():
             first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
             raise broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")
-        topological_order(self.nodes.height, source, target)
+        sort_topologically(self.nodes.height, source, target)
 
     def check_columns(self) -> None:
         """The part of `check` that costs little: columns as declared, ids that are row numbers, references to rows."""
@@ -464,54 +464,56 @@ class Graph:
         return times
 
 
-LARGE = 500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
+MIN_LARGE_ELEMENTS = (
+    500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
+)
 
 
 def is_large(graph: Graph) -> bool:
     """Whether the graph's arrays lie in files."""
-    return graph.nodes.height + graph.edges.height >= LARGE
+    return graph.nodes.height + graph.edges.height >= MIN_LARGE_ELEMENTS
 
 
-def points(graph: Graph) -> tuple[Ints, Ints]:
+def get_edge_points(graph: Graph) -> tuple[Ints, Ints]:
     """Source and target point of each edge; see `Graph.points`."""
     if not is_large(graph):
         return graph.points()
     source, target = (
-        array(graph, graph.edges[node]).astype(np.int64) * 2 + graph.edges[end].to_numpy()
+        get_column_array(graph, graph.edges[node]).astype(np.int64) * 2 + graph.edges[end].to_numpy()
         for node, end in (("source", "from_end"), ("target", "to_end"))
     )
     return source, target
 
 
-def point_times(graph: Graph) -> Ints:
+def get_point_times(graph: Graph) -> Ints:
     """The measured time of every point; see `Graph.point_times`."""
     if not is_large(graph):
         return graph.point_times()
-    start, duration = (array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
-    times: Ints = mapped_arrays.empty(2 * len(start), np.int64)
+    start, duration = (get_column_array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
+    times: Ints = mapped_arrays.allocate_array(2 * len(start), np.int64)
     times[0::2], times[1::2] = start, start + duration
     return times
 
 
-def array(graph: Graph, column: pl.Series) -> Array:
+def get_column_array(graph: Graph, column: pl.Series) -> Array:
     """A column of the graph without nulls, kinds as their numbers; what is computed from it lies where it lies."""
     values: Array = (column.to_physical() if isinstance(column.dtype, pl.Enum) else column).to_numpy()
-    return values.view(mapped_arrays.OnDisk) if is_large(graph) else values
+    return values.view(mapped_arrays.MappedArray) if is_large(graph) else values
 
 
-def plain(values: Array) -> Array:
+def unwrap_array(values: Array) -> Array:
     """The same array, wherever it lies; what is computed from it lies in memory."""
     return values.view(np.ndarray)
 
 
-def room(rows: int, columns: int, *, large: bool) -> Ints:
+def allocate_matrix(rows: int, columns: int, *, large: bool) -> Ints:
     """A plain array without values, of which the data lie in a file where it is large. Shape (rows, columns)."""
     if not large:
         return np.empty((rows, columns), dtype=np.int64)
-    return plain(mapped_arrays.empty(rows * columns, np.int64)).reshape(rows, columns)
+    return unwrap_array(mapped_arrays.allocate_array(rows * columns, np.int64)).reshape(rows, columns)
 
 
-ENDING = ".graph"
+GRAPH_SUFFIX = ".graph"
 _FORMAT = ArchiveFormat(
     "graph",
     another_slug="not-a-graph",
@@ -554,10 +556,10 @@ def load(path: str | Path) -> Graph:
         InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
             `other-version`.
     """
-    return _FORMAT.load(path, _graph)
+    return _FORMAT.load(path, _build_graph)
 
 
-def _graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
+def _build_graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
     name, stage, epoch, world = (header[key] for key in ("name", "stage", "epoch_ns", "world_size"))
     if stage not in get_args(Stage):
         raise ValueError(f"`{stage}` is no stage of a graph")
@@ -572,7 +574,7 @@ def _graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
 T = TypeVar("T")
 
 
-class OfLast(Generic[T]):
+class LastGraphCache(Generic[T]):
     """A value of one graph, by the identity of its nodes and edges, whatever else is said of it.
 
     Forgotten with them, and when another graph's value is put. Several steps of one analysis need it, and nobody may
@@ -584,8 +586,8 @@ class OfLast(Generic[T]):
 
     def of(self, graph: Graph) -> T | None:
         """The value of this graph; None where it is not there."""
-        kept = self._kept
-        return kept[2] if kept and kept[0]() is graph.nodes and kept[1]() is graph.edges else None
+        cached = self._kept
+        return cached[2] if cached and cached[0]() is graph.nodes and cached[1]() is graph.edges else None
 
     def put(self, graph: Graph, value: T) -> T:
         """Remember the value of a graph, and give it back."""
@@ -593,6 +595,6 @@ class OfLast(Generic[T]):
         return value
 
     def _forget(self, reference: weakref.ref[pl.DataFrame]) -> None:
-        kept = self._kept
-        if kept is not None and (kept[0] is reference or kept[1] is reference):
+        cached = self._kept
+        if cached is not None and (cached[0] is reference or cached[1] is reference):
             self._kept = None

@@ -17,17 +17,17 @@ from traceloom.formats.alignment import (
     SimilarStretches,
     ThreadOps,
     align,
-    device_lines,
+    build_hashes,
+    encode_shared_names,
+    find_occurrences,
     find_similar,
-    hashes,
-    host_threads,
     is_op,
-    name_codes,
-    occurrences,
+    split_by_lane,
+    split_by_thread,
 )
 from traceloom.graph.graph import GRAPH_SCHEMAS
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import GROUP_LIST, HostTrace, Trace
 
@@ -38,9 +38,9 @@ BY_NAMES = "matched: names in order"
 NO_NAME = "unmatched: no event of this name"
 NO_ID = "unmatched: no event with its id"
 OUTSIDE = "unmatched: before or after the device trace"
-NO_PLACE = "unmatched: not in this order on its thread"
+NOT_IN_ORDER = "unmatched: not in this order on its thread"
 ROOT = "no op: process or thread"
-GROUPS = "no op: list of process groups"
+GROUP_LIST_NODE = "no op: list of process groups"
 OUTCOMES = (
     BY_RECORD_ID,
     BY_RECORD_ID_RENAMED,
@@ -49,12 +49,12 @@ OUTCOMES = (
     NO_NAME,
     NO_ID,
     OUTSIDE,
-    NO_PLACE,
+    NOT_IN_ORDER,
     ROOT,
-    GROUPS,
+    GROUP_LIST_NODE,
 )
 Outcome = pl.Enum(list(OUTCOMES))
-THREADS = schema("thread lane ops matched", {"thread": pl.Int64})
+THREADS = build_schema("thread lane ops matched", {"thread": pl.Int64})
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Matching:
     @property
     def ops(self) -> int:
         """Host ops that there are to match: all nodes but processes, threads and lists of groups."""
-        return int((~self.outcome.is_in([ROOT, GROUPS])).sum())
+        return int((~self.outcome.is_in([ROOT, GROUP_LIST_NODE])).sum())
 
     @property
     def matched(self) -> int:
@@ -117,23 +117,25 @@ class Matching:
         return replace(self, notices=(*self.notices, *(notice.of_rank(self.rank) for notice in notices)))
 
 
-def no_ops(host: HostTrace) -> pl.Series:
+def explain_non_ops(host: HostTrace) -> pl.Series:
     """For each row of `host.ops` why it is no op; null for ops."""
     group_list = host.ops["name"] == GROUP_LIST
     return (
-        pl.select(pl.when(host.roots()).then(pl.lit(ROOT)).when(group_list).then(pl.lit(GROUPS)).otherwise(None))
+        pl.select(
+            pl.when(host.roots()).then(pl.lit(ROOT)).when(group_list).then(pl.lit(GROUP_LIST_NODE)).otherwise(None)
+        )
         .to_series()
         .cast(Outcome)
         .alias("outcome")
     )
 
 
-LEAST = 0.9  # of the host ops must be found, or the two traces are not of one run
-_TRIED = 4  # places, where the ops fit only nearly
-_LEAST_BY_ID = 0.5  # where ids and names agree, one of the traces may be cut
+MIN_MATCHED_SHARE = 0.9  # of the host ops must be found, or the two traces are not of one run
+_MAX_PLACES = 4  # places, where the ops fit only nearly
+_MIN_MATCHED_BY_ID = 0.5  # where ids and names agree, one of the traces may be cut
 # An op gets its id and its start time one after the other; in between another thread may get both.
-_RACE_NS = 200_000
-_LANES = 64  # tried for each thread: those with most ops
+_MAX_RACE_NS = 200_000
+_MAX_LANES = 64  # tried for each thread: those with most ops
 
 
 class _TracePair(Struct, frozen=True):
@@ -180,28 +182,28 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     Raises:
         InputError: `host-mismatch`: the host trace is of another run, process or rank; `empty-host-trace`.
     """
-    no_op = no_ops(host)
-    host_code, event_code = name_codes(host.ops["name"], trace.events["name"])
+    no_op = explain_non_ops(host)
+    host_code, event_code = encode_shared_names(host.ops["name"], trace.events["name"])
     op = no_op.is_null().to_numpy()
     if not op.any():
         raise InputError("the host trace holds no op", slug="empty-host-trace", where=host.path)
     both = _TracePair(trace, host, no_op, op, is_op(trace), host_code, event_code)
-    of_ops = trace.events.filter(pl.Series(both.event))
+    op_events = trace.events.filter(pl.Series(both.event))
     # Quickly, by how often each name occurs: no more can be matched than that. Fewer have to be where every event has
     # an id: the device trace may be cut.
     size = int(max(host_code.max(initial=0), event_code.max(initial=0))) + 1
     host_counts = np.bincount(host_code[op], minlength=size)
     event_counts = np.bincount(event_code[both.event], minlength=size)
-    most = int(np.minimum(host_counts, event_counts).sum())
-    least = _LEAST_BY_ID if of_ops["record_function_id"].count() > 0 else LEAST
-    if most < least * both.ops:
-        raise _mismatch(both, most, "are in the device trace at all", least)
+    max_matches = int(np.minimum(host_counts, event_counts).sum())
+    min_share = _MIN_MATCHED_BY_ID if op_events["record_function_id"].count() > 0 else MIN_MATCHED_SHARE
+    if max_matches < min_share * both.ops:
+        raise _describe_mismatch(both, max_matches, "are in the device trace at all", min_share)
     # The process id, where both have it: ranks of one job run the same ops, so names do not tell them apart.
-    processes = of_ops["process"].unique().drop_nulls()
+    processes = op_events["process"].unique().drop_nulls()
     if host.process is not None and processes.len() and host.process not in processes:
-        shown = trace.meta.process if trace.meta.process is not None else processes[0]
+        device_process = trace.meta.process if trace.meta.process is not None else processes[0]
         raise InputError(
-            f"the host trace is of process {host.process}, the device trace of process {shown}",
+            f"the host trace is of process {host.process}, the device trace of process {device_process}",
             slug="host-mismatch",
             where=f"{host.path}, {trace.meta.path}",
             hint="give the two traces of one process; ranks of one job look alike but are not the same",
@@ -209,7 +211,7 @@ def match(trace: Trace, host: HostTrace) -> Matching:
     return _match_by_ids(both) or _match_by_names(both)
 
 
-def _mismatch(both: _TracePair, count: int, clause: str, least: float) -> InputError:
+def _describe_mismatch(both: _TracePair, count: int, clause: str, min_share: float) -> InputError:
     host_process, device_process = both.host.process, both.trace.meta.process
     processes = (
         f" (process {host_process}, process {device_process})"
@@ -218,7 +220,7 @@ def _mismatch(both: _TracePair, count: int, clause: str, least: float) -> InputE
     )
     return InputError(
         f"host trace and device trace are not of one run{processes}: only {count:,} of {both.ops:,} host ops "
-        f"({100 * count / both.ops:.1f} %) {clause}, {100 * least:.0f} % are needed",
+        f"({100 * count / both.ops:.1f} %) {clause}, {100 * min_share:.0f} % are needed",
         slug="host-mismatch",
         where=f"{both.host.path}, {both.trace.meta.path}",
         hint="give the host trace of the same run and process, or the device trace alone",
@@ -231,42 +233,44 @@ def _match_by_ids(both: _TracePair) -> Matching | None:
     The former is exact, whatever the names; most have to agree, to show that it is one run. The latter only counts
     where the names agree.
     """
-    own = both.host.ops["record_function_id"]
+    host_ids = both.host.ops["record_function_id"]
     for column in ("record_function_id", "external_id"):
         # rows of host ops and of events whose ids are equal; of several with one id the first
         ids = both.trace.events[column]
         event = np.flatnonzero(both.event & ids.is_not_null().to_numpy())
-        row = np.flatnonzero(both.op & own.is_not_null().to_numpy())
+        row = np.flatnonzero(both.op & host_ids.is_not_null().to_numpy())
         keys, first = np.unique(ids.fill_null(0).to_numpy()[event], return_index=True)
         event = event[first]
-        own_keys, first = np.unique(own.fill_null(0).to_numpy()[row], return_index=True)
+        own_keys, first = np.unique(host_ids.fill_null(0).to_numpy()[row], return_index=True)
         row = row[first]
-        _, at, own_at = np.intersect1d(keys, own_keys, assume_unique=True, return_indices=True)
-        row, event = row[own_at], event[at]
+        _, event_index, own_at = np.intersect1d(keys, own_keys, assume_unique=True, return_indices=True)
+        row, event = row[own_at], event[event_index]
         same = both.host_code[row] == both.event_code[event]
-        if not row.size or same.sum() < LEAST * row.size:
+        if not row.size or same.sum() < MIN_MATCHED_SHARE * row.size:
             continue
         # before the first id or after the last of the device trace: the profiler begins a little later
         recorded = ids.filter(pl.Series(both.event))
-        outside = ((own < recorded.min()) | (own > recorded.max())).fill_null(value=False).to_numpy() & both.op
-        if column == "record_function_id" and row.size >= _LEAST_BY_ID * both.ops:
-            matching = _matching(
+        is_outside = ((host_ids < recorded.min()) | (host_ids > recorded.max())).fill_null(
+            value=False
+        ).to_numpy() & both.op
+        if column == "record_function_id" and row.size >= _MIN_MATCHED_BY_ID * both.ops:
+            matching = _build_matching(
                 both, row, event,
-                [(NO_ID, both.op), (OUTSIDE, outside), (BY_RECORD_ID, row),
+                [(NO_ID, both.op), (OUTSIDE, is_outside), (BY_RECORD_ID, row),
                  (BY_RECORD_ID_RENAMED, row[~same])],
                 exact=True,
             )  # fmt: skip
-            if row.size >= LEAST * both.ops:
+            if row.size >= MIN_MATCHED_SHARE * both.ops:
                 return matching
             share = f"{100 * row.size / both.ops:.1f} %"
             text = f"only {row.size:,} of {both.ops:,} host ops ({share}) are in the device trace"
             return matching.with_notices(
                 Notice("host-ops-missing", "warning", text, both.ops - row.size, where=both.host.path)
             )
-        if column == "external_id" and same.sum() >= LEAST * both.ops:
+        if column == "external_id" and same.sum() >= MIN_MATCHED_SHARE * both.ops:
             row, event = row[same], event[same]
-            outcomes = [(NO_ID, both.op), (OUTSIDE, outside), (BY_EXTERNAL_ID, row)]
-            return _matching(both, row, event, outcomes, exact=True)
+            outcomes = [(NO_ID, both.op), (OUTSIDE, is_outside), (BY_EXTERNAL_ID, row)]
+            return _build_matching(both, row, event, outcomes, exact=True)
     return None
 
 
@@ -274,20 +278,20 @@ def _match_by_names(both: _TracePair) -> Matching:
     """By the order of the names of each thread, all threads in the same iteration."""
     in_trace = np.isin(both.host_code, both.event_code[both.event])
     in_host = np.isin(both.event_code, both.host_code[both.op])
-    threads = host_threads(both.host, both.host_code, both.op & in_trace)
-    lanes = device_lines(both.trace, both.event_code, both.event & in_host)
+    threads = split_by_thread(both.host, both.host_code, both.op & in_trace)
+    lanes = split_by_lane(both.trace, both.event_code, both.event & in_host)
     fit = _LaneAssignment.of(threads, lanes)
     row, event = fit.pairs()
-    for iteration in range(1, min(fit.iterations, _TRIED)):
-        if row.size >= LEAST * both.ops:
+    for iteration in range(1, min(fit.iterations, _MAX_PLACES)):
+        if row.size >= MIN_MATCHED_SHARE * both.ops:
             break
         row, event = max((row, event), fit.pairs(iteration), key=lambda pair: pair[0].size)
-    if row.size < LEAST * both.ops:
+    if row.size < MIN_MATCHED_SHARE * both.ops:
         row, event = max((row, event), fit.pairs(shifted=False), key=lambda pair: pair[0].size)
-    if row.size < LEAST * both.ops:
-        raise _mismatch(both, row.size, "are found in the same order", LEAST)
-    outcomes = [(NO_PLACE, both.op), (NO_NAME, both.op & ~in_trace), (BY_NAMES, row)]
-    matching = _matching(both, row, event, outcomes, exact=False, iterations=fit.iterations)
+    if row.size < MIN_MATCHED_SHARE * both.ops:
+        raise _describe_mismatch(both, row.size, "are found in the same order", MIN_MATCHED_SHARE)
+    outcomes = [(NOT_IN_ORDER, both.op), (NO_NAME, both.op & ~in_trace), (BY_NAMES, row)]
+    matching = _build_matching(both, row, event, outcomes, exact=False, iterations=fit.iterations)
     if fit.iterations == 1:
         return matching
     text = (
@@ -297,7 +301,7 @@ def _match_by_names(both: _TracePair) -> Matching:
     return matching.with_notices(Notice("several-iterations", "info", text, fit.iterations, where=both.host.path))
 
 
-def _matching(
+def _build_matching(
     both: _TracePair,
     row: Ints,
     event: Ints,
@@ -379,28 +383,30 @@ class _LaneAssignment(Struct):
         best = cls()
         if not threads:
             return best
-        places = [_find_positions(thread, lanes[:_LANES]) for thread in threads]
-        for first_lane, first in places[0].items():
+        positions = [_find_positions(thread, lanes[:_MAX_LANES]) for thread in threads]
+        for first_lane, first in positions[0].items():
             attempt = cls([_ThreadMatch(threads[0], lanes[first_lane], first.start, first.slack)], threads[0].size)
-            taken = {first_lane}
-            for thread, thread_places in zip(threads[1:], places[1:], strict=True):
+            used_lanes = {first_lane}
+            for thread, thread_places in zip(threads[1:], positions[1:], strict=True):
                 # the lane in which the thread fits most of the iterations, if there is one
-                most: tuple[Bools, Ints, int] | None = None
-                for at, in_lane in thread_places.items():
-                    if at in taken:
+                best_match: tuple[Bools, Ints, int] | None = None
+                for lane_index, in_lane in thread_places.items():
+                    if lane_index in used_lanes:
                         continue
-                    good, chosen = _match_iterations(attempt.placed[0], thread, lanes[at], in_lane)
-                    if good.any() and (most is None or good.sum() > most[0].sum()):
-                        most = good, in_lane.start[chosen], at
-                if most is None:
+                    valid, selected = _match_iterations(attempt.placed[0], thread, lanes[lane_index], in_lane)
+                    if valid.any() and (best_match is None or valid.sum() > best_match[0].sum()):
+                        best_match = valid, in_lane.start[selected], lane_index
+                if best_match is None:
                     continue
-                good, start, at = most
+                valid, start, lane_index = best_match
                 attempt.placed = [
-                    _ThreadMatch(other.line, other.lane, other.start[good], other.slack) for other in attempt.placed
+                    _ThreadMatch(other.line, other.lane, other.start[valid], other.slack) for other in attempt.placed
                 ]
-                attempt.placed.append(_ThreadMatch(thread, lanes[at], start[good], thread_places[at].slack))
+                attempt.placed.append(
+                    _ThreadMatch(thread, lanes[lane_index], start[valid], thread_places[lane_index].slack)
+                )
                 attempt.ops += thread.size
-                taken.add(at)
+                used_lanes.add(lane_index)
             if (attempt.ops, attempt.iterations) > (best.ops, best.iterations):
                 best = attempt
         return best
@@ -427,7 +433,7 @@ class _LaneAssignment(Struct):
                 low = max(0, start - placed.slack)
                 high = min(placed.lane.size, start + placed.line.size + 2 * placed.slack)
                 shift = start - low if shifted else None
-                left, right = align(placed.line.names, hashes(placed.lane.names.tokens[low:high]), shift)
+                left, right = align(placed.line.names, build_hashes(placed.lane.names.tokens[low:high]), shift)
                 right = right + low
             host_rows.append(placed.line.row[left])
             event_rows.append(placed.lane.row[right])
@@ -439,45 +445,51 @@ def _find_positions(thread: ThreadOps, lanes: list[ThreadOps]) -> dict[int, Simi
     """Lane -> where the thread's ops stand in it: exactly with the ops around them, exactly, or nearly."""
     for nested in (True, False):
         exact = {
-            at: SimilarStretches(start, np.full(start.size, thread.size), 0)
-            for at, lane in enumerate(lanes)
+            lane_index: SimilarStretches(start, np.full(start.size, thread.size), 0)
+            for lane_index, lane in enumerate(lanes)
             if (
-                start := occurrences(thread.nested if nested else thread.names, lane.nested if nested else lane.names)
+                start := find_occurrences(
+                    thread.nested if nested else thread.names, lane.nested if nested else lane.names
+                )
             ).size
         }
         if exact:
             return exact
-    near = {at: find_similar(thread.names, lane.names) for at, lane in enumerate(lanes)}
-    most = max((int(candidate.votes.max(initial=0)) for candidate in near.values()), default=0)
-    return {at: candidate for at, candidate in near.items() if most and candidate.votes.max(initial=0) >= 0.8 * most}
+    similar = {lane_index: find_similar(thread.names, lane.names) for lane_index, lane in enumerate(lanes)}
+    max_votes = max((int(candidate.votes.max(initial=0)) for candidate in similar.values()), default=0)
+    return {
+        lane_index: candidate
+        for lane_index, candidate in similar.items()
+        if max_votes and candidate.votes.max(initial=0) >= 0.8 * max_votes
+    }
 
 
 def _match_iterations(
-    first: _ThreadMatch, thread: ThreadOps, lane: ThreadOps, places: SimilarStretches
+    first: _ThreadMatch, thread: ThreadOps, lane: ThreadOps, stretches: SimilarStretches
 ) -> tuple[Bools, Ints]:
     """For each iteration of the first thread: whether the other has a place in it, and which."""
 
-    def times(lane: ThreadOps, at: Ints) -> Ints:
-        return lane.order[np.clip(at, 0, lane.size - 1)]
+    def times(lane: ThreadOps, index: Ints) -> Ints:
+        return lane.order[np.clip(index, 0, lane.size - 1)]
 
     before = int(np.searchsorted(first.line.order, thread.order[0])) - 1
     low = times(first.lane, first.start + before - first.slack)
     high = times(first.lane, first.start + before + 1 + first.slack)
-    early = times(lane, places.start - places.slack)
-    late = times(lane, places.start + places.slack)
-    last = places.start.size - 1
+    early = times(lane, stretches.start - stretches.slack)
+    late = times(lane, stretches.start + stretches.slack)
+    last = stretches.start.size - 1
     if before < 0:
-        chosen = np.searchsorted(early, high, side="right") - 1
-        good = (chosen >= 0) | (early[0] <= high + _RACE_NS)
+        selected = np.searchsorted(early, high, side="right") - 1
+        valid = (selected >= 0) | (early[0] <= high + _MAX_RACE_NS)
     else:
-        chosen = np.searchsorted(late, low)
+        selected = np.searchsorted(late, low)
         bounded = before + 1 < first.line.size
-        good = (chosen <= last) & ((early[np.minimum(chosen, last)] <= high + _RACE_NS) | (not bounded))
+        valid = (selected <= last) & ((early[np.minimum(selected, last)] <= high + _MAX_RACE_NS) | (not bounded))
         # Only where none comes after, one that came a little before.
-        near = ~good & (chosen > 0) & (late[np.maximum(chosen - 1, 0)] >= low - _RACE_NS)
-        chosen = np.where(near, chosen - 1, chosen)
-        good |= near
-    chosen = np.clip(chosen, 0, places.start.size - 1)
-    again = np.flatnonzero(chosen[1:] == chosen[:-1])  # one place cannot belong to two iterations
-    good[again if before >= 0 else again + 1] = False
-    return good, chosen
+        nearly_valid = ~valid & (selected > 0) & (late[np.maximum(selected - 1, 0)] >= low - _MAX_RACE_NS)
+        selected = np.where(nearly_valid, selected - 1, selected)
+        valid |= nearly_valid
+    selected = np.clip(selected, 0, stretches.start.size - 1)
+    repeated = np.flatnonzero(selected[1:] == selected[:-1])  # one place cannot belong to two iterations
+    valid[repeated if before >= 0 else repeated + 1] = False
+    return valid, selected

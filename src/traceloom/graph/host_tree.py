@@ -8,7 +8,14 @@ from msgspec import Struct
 
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Array, Bools, Ints
-from traceloom.trace.arrays import NO_ROW, column_of, encode_names, innermost_stretch, nesting_depths, subtree_stops
+from traceloom.trace.arrays import (
+    NO_ROW,
+    compute_nesting_depths,
+    encode_names,
+    extract_column,
+    find_innermost_stretch,
+    find_subtree_stops,
+)
 from traceloom.trace.frames import contains, contains_any
 from traceloom.trace.trace import Trace
 
@@ -17,7 +24,7 @@ LAUNCHES = (
     r"(?i)launch|memcpy|memset|mem_?copy|mem_?fill|enqueue|append(memory|launch)|eventsbarrier|prefetchasync"
     r"|usmfill|usmcopy|graphexec"
 )
-NO_LAUNCH = r"(?i)configure|callconfiguration|hostfunc|getlast|attribute|occupancy|launchbounds|symboladdress"
+NOT_LAUNCHES = r"(?i)configure|callconfiguration|hostfunc|getlast|attribute|occupancy|launchbounds|symboladdress"
 # The call returns when the device, the stream or the event has been reached.
 DEVICE_WAITS = r"(?i)(device|ctx|thread)_?synchronize|^synchronize$"
 STREAM_WAITS = r"(?i)stream_?synchronize|synchronize_?stream|queue_?(finish|synchronize)|commandlisthostsynchronize"
@@ -36,27 +43,27 @@ POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
 AUTOGRAD = r"^autograd::engine::evaluate_function"
 PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 COLLECTIVE = r"^c10d::"
-OF_HOST = (
-    LAUNCHES, NO_LAUNCH, DEVICE_WAITS, STREAM_WAITS, EVENT_WAITS, BLOCKING_COPIES, RECORDS, STREAM_EVENT_WAITS,
+HOST_PATTERNS = (
+    LAUNCHES, NOT_LAUNCHES, DEVICE_WAITS, STREAM_WAITS, EVENT_WAITS, BLOCKING_COPIES, RECORDS, STREAM_EVENT_WAITS,
     HOST_BACKENDS, AUTOGRAD, PLAIN_OP, COLLECTIVE,
 )  # fmt: skip
 """What is asked of the names of host events: of all together, which takes less than one by one."""
 
 
-def distinct_names(names: pl.Series) -> tuple[pl.Series, Array]:
+def encode_distinct_names(names: pl.Series) -> tuple[pl.Series, Array]:
     """The distinct names, and for each name the index of it there, shape (names,); no name is an empty one."""
     return encode_names(names.fill_null("") if names.null_count() else names)
 
 
-def matches_pattern(names: pl.Series, pattern: str) -> Bools:
+def match_names(names: pl.Series, pattern: str) -> Bools:
     """Which of the names match the pattern, looked at once per distinct name; shape (names,)."""
-    words, word = distinct_names(names)
-    matches: Bools = contains(words, pattern).to_numpy()[word]
+    distinct_names, word = encode_distinct_names(names)
+    matches: Bools = contains(distinct_names, pattern).to_numpy()[word]
     return matches
 
 
-_KEPT = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
-_POLLING = 0.5  # share of a thread's calls; such a thread holds nothing else
+_NODE_CATEGORIES = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
+_MIN_POLLING_SHARE = 0.5  # share of a thread's calls; such a thread holds nothing else
 
 
 class HostTree(Struct, frozen=True):
@@ -101,52 +108,55 @@ class HostTree(Struct, frozen=True):
 
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
         """Which events, of all or of those at some positions, have a name that holds a pattern of `calls.OF_HOST`."""
-        hits = contains_any(self.words, OF_HOST)[OF_HOST.index(pattern)].to_numpy()
+        hits = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
         matches: Bools = hits[self.word if position is None else self.word[position]]
         return matches
 
 
-def host_tree(trace: Trace) -> HostTree:
+def build_host_tree(trace: Trace) -> HostTree:
     """The host events of a trace that make nodes.
 
     Python frames are left out (they name what others measure), so are driver calls inside other calls, what lies inside
     a communication that the host does itself (the call as a whole waits for its peers), and threads that only poll.
     """
     events = trace.events
-    category, parent = column_of(events, "category", large=False), column_of(events, "parent", NO_ROW, large=False)
+    category, parent = (
+        extract_column(events, "category", large=False),
+        extract_column(events, "parent", NO_ROW, large=False),
+    )
     lane_of = events["lane"].to_numpy().astype(np.int64)
     call = np.isin(cat.CATEGORIES, (cat.RUNTIME, cat.DRIVER))[category]
-    kept = np.isin(cat.CATEGORIES, _KEPT)[category] & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
+    retained = np.isin(cat.CATEGORIES, _NODE_CATEGORIES)[category] & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
     # of each driver call the nearest call around it
     driver = np.flatnonzero(category == cat.CATEGORIES.index(cat.DRIVER))
-    above = parent[driver]
-    todo = np.flatnonzero(above >= 0)
-    while (todo := todo[~call[above[todo]]]).size:  # one turn per level of nesting
-        above[todo] = parent[above[todo]]
-        todo = todo[above[todo] >= 0]
+    ancestor = parent[driver]
+    todo = np.flatnonzero(ancestor >= 0)
+    while (todo := todo[~call[ancestor[todo]]]).size:  # one turn per level of nesting
+        ancestor[todo] = parent[ancestor[todo]]
+        todo = todo[ancestor[todo] >= 0]
     outer = np.full(parent.size, -1, dtype=np.int64)
-    outer[driver] = above
-    around = _communications_around(trace, parent, call)
-    outer = np.where(around >= 0, around, outer)
-    kept &= outer < 0
-    polls = _polling_lanes(trace, kept, call)
-    left_out = kept & polls[lane_of]
-    kept &= ~left_out
-    row = np.flatnonzero(kept)
+    outer[driver] = ancestor
+    enclosing = _find_enclosing_communication(trace, parent, call)
+    outer = np.where(enclosing >= 0, enclosing, outer)
+    retained &= outer < 0
+    polls = _find_polling_lanes(trace, retained, call)
+    left_out = retained & polls[lane_of]
+    retained &= ~left_out
+    row = np.flatnonzero(retained)
     row = row[np.argsort(lane_of[row], kind="stable")]
     position = np.full(events.height, -1, dtype=np.int64)
     position[row] = np.arange(row.size)
-    inside = np.flatnonzero(outer >= 0)
+    nested = np.flatnonzero(outer >= 0)
     # the outermost call: the nearest one may itself stand in another
-    while inside.size and (outer[outer[inside]] >= 0).any():
-        outer[inside] = np.where(outer[outer[inside]] >= 0, outer[outer[inside]], outer[inside])
-    position[inside] = position[outer[inside]]
+    while nested.size and (outer[outer[nested]] >= 0).any():
+        outer[nested] = np.where(outer[outer[nested]] >= 0, outer[outer[nested]], outer[nested])
+    position[nested] = position[outer[nested]]
     lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
     end = events["nested_end_ns"].to_numpy()[row]
-    stop = subtree_stops(lane, start, end)
-    above = innermost_stretch(np.arange(row.size), stop, row.size)
+    stop = find_subtree_stops(lane, start, end)
+    ancestor = find_innermost_stretch(np.arange(row.size), stop, row.size)
     name = events["name"][row]
-    words, word = distinct_names(name)
+    distinct_names, word = encode_distinct_names(name)
     durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
     return HostTree(
         row=row,
@@ -154,33 +164,35 @@ def host_tree(trace: Trace) -> HostTree:
         lane=lane,
         start=start,
         end=end,
-        parent=above,
-        depth=nesting_depths(above),
+        parent=ancestor,
+        depth=compute_nesting_depths(ancestor),
         stop=stop,
         call=call[row],
         name=name,
-        words=words,
+        words=distinct_names,
         word=word,
         polling=int(left_out.sum()),
         polling_ns=int(durations[left_out].sum()),
     )
 
 
-def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
+def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> Ints:
     """For each event the outermost communication on the host around it; -1 for none.
 
     One in which something calls a device does not count: what it gives the device to do is work of its own.
     """
     outer = np.full(parent.size, -1, dtype=np.int64)
-    chosen = matches_pattern(trace.events["name"], HOST_BACKENDS) & (trace.events["category"] != cat.PYTHON).to_numpy()
-    if not chosen.any():
+    is_communication = (
+        match_names(trace.events["name"], HOST_BACKENDS) & (trace.events["category"] != cat.PYTHON).to_numpy()
+    )
+    if not is_communication.any():
         return outer
     nested = np.flatnonzero(parent >= 0)
-    above = parent[nested]
+    ancestor = parent[nested]
     while nested.size:  # one turn per level of nesting: the last communication met is the outermost
-        outer[nested] = np.where(chosen[above], above, outer[nested])
-        above = parent[above]
-        nested, above = nested[above >= 0], above[above >= 0]
+        outer[nested] = np.where(is_communication[ancestor], ancestor, outer[nested])
+        ancestor = parent[ancestor]
+        nested, ancestor = nested[ancestor >= 0], ancestor[ancestor >= 0]
     on_device = np.zeros(parent.size, dtype=np.bool_)
     calling = outer[call & (outer >= 0)]
     on_device[calling] = True
@@ -188,17 +200,17 @@ def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
     return outer
 
 
-def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
+def _find_polling_lanes(trace: Trace, retained: Bools, call: Bools) -> Bools:
     """Lanes that hold calls and nothing else, most of them polls for completion."""
     lanes = trace.lanes.height
     lane_of = trace.events["lane"].to_numpy()
     polls = np.zeros(lane_of.size, dtype=np.bool_)
-    rows = np.flatnonzero(call & kept)
-    polls[rows] = matches_pattern(trace.events["name"][rows], POLLS)
-    count = np.bincount(lane_of[kept], minlength=lanes)
+    rows = np.flatnonzero(call & retained)
+    polls[rows] = match_names(trace.events["name"][rows], POLLS)
+    count = np.bincount(lane_of[retained], minlength=lanes)
     calls = np.bincount(lane_of[rows], minlength=lanes)
     poll_count = np.bincount(lane_of[polls], minlength=lanes)
-    polling: Bools = (poll_count > _POLLING * count) & (calls == count) & (count > 0)
+    polling: Bools = (poll_count > _MIN_POLLING_SHARE * count) & (calls == count) & (count > 0)
     return polling
 
 
@@ -224,52 +236,56 @@ class Segments(Struct, frozen=True):
     first: Ints
     last: Ints
 
-    def cut(self, at: Ints, times: Ints) -> tuple[Segments, Ints]:
+    def cut(self, segments: Ints, times: Ints) -> tuple[Segments, Ints]:
         """Cut segments in two.
 
         Args:
-            at: Segments, ascending; one may stand several times.
+            segments: Segments, ascending; one may stand several times.
             times: Where to cut each, ascending for one segment, within it.
 
         Returns:
             The new segments, and for each old one the number of its first part. A cut of old segment s at the k-th
             time makes the parts `number[s] + k` and `number[s] + k + 1`.
         """
-        pieces = np.bincount(at, minlength=self.owner.size) + 1
-        number = np.cumsum(pieces) - pieces
-        of = np.repeat(np.arange(self.owner.size), pieces)
-        start, end = self.start[of], self.end[of]
-        behind = np.arange(at.size) + 1 + at  # each cut before, and each whole segment before, is one part
-        start[behind] = times
-        end[behind - 1] = times
-        after = number + pieces - 1
+        part_counts = np.bincount(segments, minlength=self.owner.size) + 1
+        number = np.cumsum(part_counts) - part_counts
+        source_segment = np.repeat(np.arange(self.owner.size), part_counts)
+        start, end = self.start[source_segment], self.end[source_segment]
+        part_index = (
+            np.arange(segments.size) + 1 + segments
+        )  # each cut before, and each whole segment before, is one part
+        start[part_index] = times
+        end[part_index - 1] = times
+        after = number + part_counts - 1
         last = after[self.last]
-        return Segments(self.owner[of], self.lane[of], start, end, number[self.first], last), number
+        return Segments(
+            self.owner[source_segment], self.lane[source_segment], start, end, number[self.first], last
+        ), number
 
 
-def segments(tree: HostTree) -> Segments:
+def build_segments(tree: HostTree) -> Segments:
     """Tile each host thread with segments."""
     size = tree.row.size
     events = np.arange(size)
     # Place of every begin and end in a walk around the forest: what began before it plus what ended before it.
-    begins = 2 * events - tree.depth
-    ends = 2 * tree.stop - 1 - tree.depth
+    start_index = 2 * events - tree.depth
+    end_index = 2 * tree.stop - 1 - tree.depth
     # Ancestors belong to one lane, so that lanes follow each other in this numbering.
     owner, time, lane = (np.full(2 * size, -1, dtype=np.int64) for _ in range(3))
-    owner[begins], owner[ends] = events, tree.parent
-    time[begins], time[ends] = tree.start, tree.end
-    lane[begins], lane[ends] = tree.lane, tree.lane
+    owner[start_index], owner[end_index] = events, tree.parent
+    time[start_index], time[end_index] = tree.start, tree.end
+    lane[start_index], lane[end_index] = tree.lane, tree.lane
     closes = np.zeros(2 * size, dtype=np.bool_)
-    closes[ends] = True
+    closes[end_index] = True
     until = np.append(time[1:], 0)
     follows = np.append(lane[1:] == lane[:-1], False) if size else np.zeros(0, dtype=np.bool_)
-    kept = ~closes | (follows & (until > time))
-    number = np.cumsum(kept) - 1
+    retained = ~closes | (follows & (until > time))
+    number = np.cumsum(retained) - 1
     return Segments(
-        owner=owner[kept],
-        lane=lane[kept],
-        start=time[kept],
-        end=until[kept],
-        first=number[begins],
-        last=number[ends - 1] if size else begins,
+        owner=owner[retained],
+        lane=lane[retained],
+        start=time[retained],
+        end=until[retained],
+        first=number[start_index],
+        last=number[end_index - 1] if size else start_index,
     )

@@ -12,17 +12,26 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from traceloom.errors import InputError, UsageError
-from traceloom.formats.host_trace import HostPeek, peek_either
-from traceloom.formats.inputs import FileHead, InputFile, InputSet, find, group, job_of, name_runs, windows
-from traceloom.system.files import note_input
+from traceloom.formats.host_trace import HostTraceHead, peek_either
+from traceloom.formats.inputs import (
+    FileHead,
+    InputFile,
+    InputSet,
+    choose_run_names,
+    find,
+    identify_job,
+    list_windows,
+    split_into_runs,
+)
+from traceloom.system.files import remember_input
 from traceloom.trace.notice import Notice
 
 AnyPath = str | os.PathLike[str]
 Window = Literal["timed", "graph"]
 
-_BESIDE = ("not-a-trace", "empty-file")  # files that may lie beside traces in a directory
-_ENDINGS = re.compile(r"(\.(json|gz|pt|zip|et))+$", re.IGNORECASE)
-_WORDS = re.compile(r"[^a-z0-9]+")
+_IGNORED_ERRORS = ("not-a-trace", "empty-file")  # files that may lie beside traces in a directory
+_SUFFIXES = re.compile(r"(\.(json|gz|pt|zip|et))+$", re.IGNORECASE)
+_SEPARATORS = re.compile(r"[^a-z0-9]+")
 # Words in names of files that say which of the two traces it is.
 _KIND_WORDS = frozenset({
     "host", "device", "kineto", "trace", "traces", "et", "eg", "pytorch", "torch", "execution", "graph", "gpu", "cpu",
@@ -81,64 +90,64 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
     path_texts = tuple(os.fspath(path) for path in paths)
     sources = find(path_texts)
     if sources.captures:
-        return _of_capture(sources, path_texts, window)
+        return _list_capture_inputs(sources, path_texts, window)
     if len(sources.inputs) > 1 and any(str(file.path) == "-" for file in sources.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
     devices: list[FileHead] = []
-    hosts: list[HostPeek] = []
+    hosts: list[HostTraceHead] = []
     refused: list[InputError] = []
     for file in sources.inputs:
         try:
-            seen = peek_either(file)
+            head = peek_either(file)
         except InputError as error:
-            if file.given or error.slug not in _BESIDE:
+            if file.given or error.slug not in _IGNORED_ERRORS:
                 refused.append(error)
-                note_input(file.path)
+                remember_input(file.path)
             continue
-        note_input(file.path)
-        if isinstance(seen, HostPeek):
-            hosts.append(seen)
+        remember_input(file.path)
+        if isinstance(head, HostTraceHead):
+            hosts.append(head)
         else:
-            devices.append(seen)
+            devices.append(head)
     if not devices and hosts:
         raise InputError(
-            f"only host traces were given ({_listed(host.source.path for host in hosts)}); they hold no times",
+            f"only host traces were given ({_format_paths(host.source.path for host in hosts)}); they hold no times",
             slug="no-device-trace",
             hint="give the Kineto traces of the same processes with them",
         )
     if not devices and refused:
         raise refused[0]
     if not devices:
-        where = ", ".join(path_texts)
-        raise InputError("the directory holds no trace among its .json files", slug="no-traces", where=where)
-    runs = group(devices)
+        location = ", ".join(path_texts)
+        raise InputError("the directory holds no trace among its .json files", slug="no-traces", where=location)
+    runs = split_into_runs(devices)
     if len(runs) > 1:
-        shown = "; ".join(name_runs(runs, path_texts)[:6])
+        listing = "; ".join(choose_run_names(runs, path_texts)[:6])
         example = shlex.join(str(peek.source.path) for peek in runs[0][:4])
         raise UsageError(
-            f"the inputs hold {len(runs)} runs, expected one: {shown}{'; ...' if len(runs) > 6 else ''}",
+            f"the inputs hold {len(runs)} runs, expected one: {listing}{'; ...' if len(runs) > 6 else ''}",
             slug="several-runs",
             hint=f"give the files of one run, as in: traceloom link {example}{' ...' if len(runs[0]) > 4 else ''}",
         )
-    out = Inputs(name_runs(runs, path_texts)[0], refused=refused)
-    ranks = _ranks(devices)
-    pairs = _paired(ranks, hosts, out.notices)
+    out = Inputs(choose_run_names(runs, path_texts)[0], refused=refused)
+    ranks = _map_by_rank(devices)
+    pairs = _match_host_traces(ranks, hosts, out.notices)
     for rank, device in sorted(ranks.items()):
         out.ranks.append(RankInput(rank, device.source, pairs.get(rank)))
-    _say_missing(out, max((device.world_size or 1 for device in devices), default=1))
+    _add_missing_notices(out, max((device.world_size or 1 for device in devices), default=1))
     return out
 
 
 # -- plain files ------------------------------------------------------------------------------------------------------
 
 
-def _ranks(devices: list[FileHead]) -> dict[int, FileHead]:
+def _map_by_rank(devices: list[FileHead]) -> dict[int, FileHead]:
     """Device traces by rank; each rank has one."""
     unknown = [device for device in devices if device.rank is None]
     if unknown and len(devices) > 1 and len({device.process for device in devices}) == len(devices):
         raise InputError(
             f"{len(unknown)} of {len(devices)} device traces do not say their rank: "
-            f"{_listed(device.source.path for device in unknown)}",
+            f"{_format_paths(device.source.path for device in unknown)}",
             slug="unknown-ranks",
             hint="put the rank into the file names, as in rank0.json.gz",
         )
@@ -147,7 +156,7 @@ def _ranks(devices: list[FileHead]) -> dict[int, FileHead]:
         rank = device.rank or 0
         if rank in ranks:
             raise InputError(
-                f"there are two device traces of rank {rank}: {_listed([ranks[rank].source.path, device.source.path])}",
+                f"there are two device traces of rank {rank}: {_format_paths([ranks[rank].source.path, device.source.path])}",
                 slug="several-windows",
                 hint="a graph is of one window; give one device trace per rank",
             )
@@ -155,34 +164,40 @@ def _ranks(devices: list[FileHead]) -> dict[int, FileHead]:
     return ranks
 
 
-def _paired(ranks: dict[int, FileHead], hosts: list[HostPeek], notices: list[Notice]) -> dict[int, InputFile]:
+def _match_host_traces(
+    ranks: dict[int, FileHead], hosts: list[HostTraceHead], notices: list[Notice]
+) -> dict[int, InputFile]:
     """The host trace of each rank."""
-    pairs: dict[int, HostPeek] = {}
-    left = []
+    pairs: dict[int, HostTraceHead] = {}
+    unmatched = []
     for host in hosts:
-        rank = _rank_of(host, ranks)
+        rank = _find_rank(host, ranks)
         if rank is None:
-            left.append(host)
+            unmatched.append(host)
         elif rank in pairs:
             raise InputError(
-                f"there are two host traces for rank {rank}: {_listed([pairs[rank].source.path, host.source.path])}",
+                f"there are two host traces for rank {rank}: {_format_paths([pairs[rank].source.path, host.source.path])}",
                 slug="two-host-traces",
                 hint="give the one that was recorded together with the device trace",
             )
         else:
             pairs[rank] = host
     free = [rank for rank in ranks if rank not in pairs]
-    if len(left) == 1 and len(free) == 1:
+    if len(unmatched) == 1 and len(free) == 1:
         # Whether they belong together is seen when they are matched.
-        pairs[free[0]] = left.pop()
-    if left:
-        count_text = "1 host trace" if len(left) == 1 else f"{len(left)} host traces"
-        text = f"no device trace goes with {count_text}: {_listed(unpaired.source.path for unpaired in left)}"
-        notices.append(Notice("unpaired-host-trace", "warning", text, len(left), where=str(left[0].source.path)))
+        pairs[free[0]] = unmatched.pop()
+    if unmatched:
+        count_text = "1 host trace" if len(unmatched) == 1 else f"{len(unmatched)} host traces"
+        text = (
+            f"no device trace goes with {count_text}: {_format_paths(unpaired.source.path for unpaired in unmatched)}"
+        )
+        notices.append(
+            Notice("unpaired-host-trace", "warning", text, len(unmatched), where=str(unmatched[0].source.path))
+        )
     return {rank: host.source for rank, host in pairs.items()}
 
 
-def _rank_of(host: HostPeek, ranks: dict[int, FileHead]) -> int | None:
+def _find_rank(host: HostTraceHead, ranks: dict[int, FileHead]) -> int | None:
     """The rank whose device trace is of the same process, rank or name."""
     if host.process is not None:
         same = [rank for rank, device in ranks.items() if device.process == host.process]
@@ -192,22 +207,22 @@ def _rank_of(host: HostPeek, ranks: dict[int, FileHead]) -> int | None:
             return host.rank
     if host.rank is not None:
         return host.rank if host.rank in ranks else None
-    name = _stem(host.source.path)
-    same = [rank for rank, device in ranks.items() if _stem(device.source.path) == name]
+    name = _normalize_name(host.source.path)
+    same = [rank for rank, device in ranks.items() if _normalize_name(device.source.path) == name]
     return same[0] if len(same) == 1 else None
 
 
-def _stem(path: Path) -> tuple[str, ...]:
+def _normalize_name(path: Path) -> tuple[str, ...]:
     """What is left of a name without the words that say what kind of trace it is."""
-    words = _WORDS.split(_ENDINGS.sub("", path.name).lower())
-    return tuple(word for word in words if word and word not in _KIND_WORDS)
+    parts = _SEPARATORS.split(_SUFFIXES.sub("", path.name).lower())
+    return tuple(word for word in parts if word and word not in _KIND_WORDS)
 
 
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def _of_capture(sources: InputSet, paths: tuple[str, ...], window: Window) -> Inputs:
-    folders = {folder.resolve() for folder in sources.captures}  # files in there may be named beside the capture
+def _list_capture_inputs(sources: InputSet, paths: tuple[str, ...], window: Window) -> Inputs:
+    folders = {directory.resolve() for directory in sources.captures}  # files in there may be named beside the capture
     if len(sources.captures) > 1 or any(
         file.capture is None and file.path.resolve().parent not in folders for file in sources.inputs
     ):
@@ -216,108 +231,118 @@ def _of_capture(sources: InputSet, paths: tuple[str, ...], window: Window) -> In
             slug="several-runs",
             hint=f"as in: traceloom link {shlex.quote(str(next(iter(sources.captures))))}",
         )
-    folder, document = next(iter(sources.captures.items()))
-    out = Inputs(str(folder) if len(paths) > 1 else paths[0])
-    out.notices.extend(sources.notices.get(folder, []))
+    directory, document = next(iter(sources.captures.items()))
+    out = Inputs(str(directory) if len(paths) > 1 else paths[0])
+    out.notices.extend(sources.notices.get(directory, []))
     listed = document.get("ranks")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     jobs: dict[str | int, list[str]] = {}
-    for name, entry in windows(document):
-        jobs.setdefault(job_of(entry), []).append(str(folder / name))
+    for name, entry in list_windows(document):
+        jobs.setdefault(identify_job(entry), []).append(str(directory / name))
     if len(jobs) > 1:
         first, *_ = jobs.values()
         raise UsageError(
             f"the capture holds {len(jobs)} runs (processes of no common group), expected one: "
             f"{'; '.join(names[0] for names in list(jobs.values())[:6])}{'; ...' if len(jobs) > 6 else ''}",
             slug="several-runs",
-            where=str(folder),
+            where=str(directory),
             hint=f"give the files of one run, as in: traceloom link {shlex.join(first[:4])}",
         )
     for entry in entries:
-        _add_entry(out, folder, entry, window)
+        _add_entry(out, directory, entry, window)
     if not out.ranks:
-        raise InputError("the capture holds no trace that can be linked", slug="no-traces", where=str(folder))
+        raise InputError("the capture holds no trace that can be linked", slug="no-traces", where=str(directory))
     out.ranks.sort(key=lambda rank_input: rank_input.rank)
-    _say_missing(out, max((int(entry.get("world_size") or 1) for entry in entries), default=1))
+    _add_missing_notices(out, max((int(entry.get("world_size") or 1) for entry in entries), default=1))
     if window == "graph":
         text = (
             "the graph step was recorded with PyTorch's observer, which slows every op down: dependencies are exact, "
             "durations contain its cost"
         )
-        out.notices.append(Notice("observer-cost", "warning", text, len(out.ranks), where=str(folder)))
+        out.notices.append(Notice("observer-cost", "warning", text, len(out.ranks), where=str(directory)))
     return out
 
 
-def _add_entry(out: Inputs, folder: Path, entry: dict[str, Any], window: Window) -> None:
+def _add_entry(out: Inputs, directory: Path, entry: dict[str, Any], window: Window) -> None:
     rank = entry.get("rank")
     rank = rank if isinstance(rank, int) and 0 <= rank < 2**31 else 0
     listed = entry.get("windows")
-    timed = [
+    timed_files = [
         file
         for listed_window in (listed if isinstance(listed, list) else [entry.get("window")])
-        if (file := _file(folder, listed_window))
+        if (file := _find_capture_file(directory, listed_window))
     ]
     step = entry.get("graph_step")
-    graph, host = _file(folder, step), _file(folder, step, "host_file")
+    graph, host = _find_capture_file(directory, step), _find_capture_file(directory, step, "host_file")
     if any(earlier.rank == rank for earlier in out.ranks):
         text = f"a second process of rank {rank} was recorded (a restart); it is left out"
-        out.notices.append(Notice("several-windows", "warning", text, rank=rank, where=str(folder)))
+        out.notices.append(Notice("several-windows", "warning", text, rank=rank, where=str(directory)))
         return
 
     def of(path: Path) -> InputFile:
-        return InputFile(path, given=False, capture=folder, entry=entry)
+        return InputFile(path, given=False, capture=directory, entry=entry)
 
     if window == "graph":
         if graph is None:
             text = f"rank {rank} has no graph step: it was not recorded, or the run ended before it"
-            raise InputError(text, slug="graph-step-missing", where=str(folder), hint="link the timed window instead")
+            raise InputError(
+                text, slug="graph-step-missing", where=str(directory), hint="link the timed window instead"
+            )
         out.ranks.append(RankInput(rank, of(graph), of(host) if host else None))
         return
-    if not timed:
+    if not timed_files:
         out.notices.append(
-            Notice("missing-window", "warning", f"rank {rank} has no timed window", rank=rank, where=str(folder))
+            Notice("missing-window", "warning", f"rank {rank} has no timed window", rank=rank, where=str(directory))
         )
         return
-    if len(timed) > 1:
-        text = f"rank {rank} has {len(timed)} timed windows; the first is linked"
-        out.notices.append(Notice("several-windows", "warning", text, len(timed), rank=rank, where=str(folder)))
-    whole = graph is not None and host is not None
+    if len(timed_files) > 1:
+        text = f"rank {rank} has {len(timed_files)} timed windows; the first is linked"
+        out.notices.append(
+            Notice("several-windows", "warning", text, len(timed_files), rank=rank, where=str(directory))
+        )
+    has_pair = graph is not None and host is not None
     out.ranks.append(
-        RankInput(rank, of(timed[0]), of(host) if whole and host else None, of(graph) if whole and graph else None)
+        RankInput(
+            rank, of(timed_files[0]), of(host) if has_pair and host else None, of(graph) if has_pair and graph else None
+        )
     )
 
 
-def _file(folder: Path, part: Any, key: str = "file") -> Path | None:
+def _find_capture_file(directory: Path, part: Any, key: str = "file") -> Path | None:
     """A file that capture.json names, if it is there; a name never leads out of the directory."""
     name = part.get(key) if isinstance(part, dict) else None
-    if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+    if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file():
         return None
-    return folder / name
+    return directory / name
 
 
 # -- what is missing --------------------------------------------------------------------------------------------------
 
 
-def _say_missing(out: Inputs, world: int) -> None:
+def _add_missing_notices(out: Inputs, world: int) -> None:
     have = {rank_input.rank for rank_input in out.ranks}
     absent = [rank for rank in range(min(world, 1 << 20)) if rank not in have]
     if absent and len(have) > 0 and world > 1:
         text = (
-            f"{len(absent)} of {world} ranks {'are' if len(absent) > 1 else 'is'} missing ({_numbers(absent)}); "
+            f"{len(absent)} of {world} ranks {'are' if len(absent) > 1 else 'is'} missing ({_format_ranks(absent)}); "
             f"when {'they arrive' if len(absent) > 1 else 'it arrives'} at collectives is assumed"
         )
         out.notices.append(Notice("missing-ranks", "warning", text, len(absent)))
-    alone = [rank_input.rank for rank_input in out.ranks if rank_input.host is None]
-    if alone:
-        of_ranks = "" if len(out.ranks) == 1 else f" for rank{'s' if len(alone) > 1 else ''} {_numbers(alone)}"
-        text = f"there is no host trace{of_ranks}: ops have no tensors, and data edges are missing"
-        out.notices.append(Notice("no-host-trace", "info", text, len(alone)))
+    without_host = [rank_input.rank for rank_input in out.ranks if rank_input.host is None]
+    if without_host:
+        rank_text = (
+            ""
+            if len(out.ranks) == 1
+            else f" for rank{'s' if len(without_host) > 1 else ''} {_format_ranks(without_host)}"
+        )
+        text = f"there is no host trace{rank_text}: ops have no tensors, and data edges are missing"
+        out.notices.append(Notice("no-host-trace", "info", text, len(without_host)))
 
 
-def _numbers(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _listed(paths: Iterable[Path]) -> str:
-    every = [str(path) for path in paths]
-    return ", ".join(every[:4]) + (f" and {len(every) - 4} more" if len(every) > 4 else "")
+def _format_paths(paths: Iterable[Path]) -> str:
+    texts = [str(path) for path in paths]
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")

@@ -21,16 +21,16 @@ from msgspec import Struct
 
 from traceloom.graph import graph as gs
 from traceloom.graph.communication import MatchedParts, match_parts
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, acyclic, points
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, get_edge_points, is_acyclic
 from traceloom.trace.array_types import Ints
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 
 # Nobody leaves these before everybody has come.
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-_FOR_DRIFT = 8  # meetings, and
-_DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a drift is fitted
-_MOST_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadratic
+_MIN_DRIFT_MEETINGS = 8  # meetings, and
+_MIN_DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a drift is fitted
+_MAX_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadratic
 
 
 class HostClock(Struct, frozen=True):
@@ -67,10 +67,12 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
     """
     # medians of differences: times since 1970 are too large for their nanoseconds to survive as floating point numbers
     earliest = pl.col("end_ns").min()
-    ends = meetings.group_by("instance", "host").agg(earliest + (pl.col("end_ns") - earliest).median().cast(pl.Int64))
-    by_host = {
+    instance_ends = meetings.group_by("instance", "host").agg(
+        earliest + (pl.col("end_ns") - earliest).median().cast(pl.Int64)
+    )
+    host_ends = {
         str(name[0]): dict(zip(frame["instance"].to_list(), frame["end_ns"].to_list(), strict=True))
-        for name, frame in ends.group_by("host")
+        for name, frame in instance_ends.group_by("host")
     }
     clocks: dict[str, HostClock] = {}
     for first in hosts:
@@ -83,27 +85,27 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
             .agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart"), pl.len())
         )
         several = apart.filter(pl.col("len") > 1)["apart"].to_numpy()
-        residual = _usual(several) if len(several) else None
-        clocks[first] = HostClock(residual_ns=residual, meetings=len(by_host.get(first, {})))
+        residual = _compute_p95(several) if len(several) else None
+        clocks[first] = HostClock(residual_ns=residual, meetings=len(host_ends.get(first, {})))
         # every host that shares meetings with one that is fitted, those with most meetings first
         on_job_clock: dict[int, list[int]] = defaultdict(list)
         host = first
         while True:
-            own_ends = by_host.get(host, {})
+            own_ends = host_ends.get(host, {})
             times = clocks[host].corrected(np.array(list(own_ends.values()), dtype=np.int64))
             for key, time in zip(own_ends, times.tolist(), strict=True):
                 on_job_clock[key].append(time)
             shared = [
-                (len(by_host[other].keys() & on_job_clock.keys()), other)
+                (len(host_ends[other].keys() & on_job_clock.keys()), other)
                 for other in hosts
-                if other not in clocks and other in by_host
+                if other not in clocks and other in host_ends
             ]
-            most, host = max(shared, default=(0, ""), key=lambda pair: pair[0])
-            if not most:
+            max_shared, host = max(shared, default=(0, ""), key=lambda pair: pair[0])
+            if not max_shared:
                 break
-            common = sorted(by_host[host].keys() & on_job_clock.keys())
-            job_ends = np.array([_middle(np.array(on_job_clock[key], dtype=np.int64)) for key in common])
-            clocks[host] = _fit(np.array([by_host[host][key] for key in common], dtype=np.int64), job_ends)
+            common = sorted(host_ends[host].keys() & on_job_clock.keys())
+            job_ends = np.array([_compute_median(np.array(on_job_clock[key], dtype=np.int64)) for key in common])
+            clocks[host] = _fit(np.array([host_ends[host][key] for key in common], dtype=np.int64), job_ends)
     return clocks
 
 
@@ -112,47 +114,47 @@ def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
     order = np.argsort(own_ends, kind="stable")
     own_ends, job_ends = own_ends[order], job_ends[order]
     offsets = job_ends - own_ends
-    offset = _middle(offsets)
-    left = np.abs(offsets - offset)
-    residual = _usual(left)
+    offset = _compute_median(offsets)
+    deviations = np.abs(offsets - offset)
+    residual = _compute_p95(deviations)
     since = int(own_ends[0])
     # the Theil-Sen slope, where the meetings are not too few or too close
     drift = 0.0
-    if len(own_ends) >= _FOR_DRIFT and own_ends[-1] - since >= _DRIFT_SPAN_NS:
-        chosen = np.unique(np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MOST_PAIRS)).astype(np.int64))
-        x, y = (own_ends - since).astype(np.float64)[chosen], (offsets - offset).astype(np.float64)[chosen]
+    if len(own_ends) >= _MIN_DRIFT_MEETINGS and own_ends[-1] - since >= _MIN_DRIFT_SPAN_NS:
+        sample = np.unique(np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MAX_PAIRS)).astype(np.int64))
+        x, y = (own_ends - since).astype(np.float64)[sample], (offsets - offset).astype(np.float64)[sample]
         first, second = np.triu_indices(len(x), 1)
         wide = x[second] - x[first] > 0
         if wide.any():
             drift = float(np.median((y[second] - y[first])[wide] / (x[second] - x[first])[wide]))
     if drift:
         drifted = offsets - np.floor(drift * (own_ends - since)).astype(np.int64)
-        drifted_offset = _middle(drifted)
+        drifted_offset = _compute_median(drifted)
         drifted_left = np.abs(drifted - drifted_offset)
         # A drift that explains little is chance: it would bend every time for nothing.
-        if np.median(drifted_left) < 0.5 * np.median(left):
-            return HostClock(drifted_offset, drift, since, _usual(drifted_left), len(own_ends))
+        if np.median(drifted_left) < 0.5 * np.median(deviations):
+            return HostClock(drifted_offset, drift, since, _compute_p95(drifted_left), len(own_ends))
     # An offset within the noise of its own measurement is none: ranks of one machine share a clock.
     if abs(offset) <= residual and len(own_ends) > 1:
-        return HostClock(0, 0.0, 0, _usual(np.abs(offsets)), len(own_ends))
+        return HostClock(0, 0.0, 0, _compute_p95(np.abs(offsets)), len(own_ends))
     return HostClock(offset, 0.0, 0, residual, len(own_ends))
 
 
-def _middle(times: Ints) -> int:
+def _compute_median(times: Ints) -> int:
     """The median of times of any size, halves towards 0."""
-    low, high = (int(np.partition(times, at)[at]) for at in ((times.size - 1) // 2, times.size // 2))
+    low, high = (int(np.partition(times, index)[index]) for index in ((times.size - 1) // 2, times.size // 2))
     return (low + high) // 2 if low + high >= 0 else -(-(low + high) // 2)
 
 
-def _usual(differences: Ints) -> int:
+def _compute_p95(differences: Ints) -> int:
     return int(np.percentile(differences, 95)) if len(differences) else 0
 
 
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("reduce", "gather")
-_JITTER = 1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
-_ALIKE = ["kind", "in_bytes", "group", "group_size", "name"]  # operations that should take equally long
-_LINKS = ["pattern", "group", "group_size"]  # those that go the same way
+_MAX_JITTER = 1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
+_SIMILARITY_KEYS = ["kind", "in_bytes", "group", "group_size", "name"]  # operations that should take equally long
+_LINK_KEYS = ["pattern", "group", "group_size"]  # those that go the same way
 
 
 def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
@@ -164,7 +166,7 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
     """
     if not graph.communication.height:
         return graph
-    parts = _communication_nodes(graph, evidence)
+    parts = _collect_communication_nodes(graph, evidence)
     # one row per operation that has, or must have had, several parts
     sender_start = pl.col("from").filter(pl.col("gives"))
     meetings = (
@@ -179,7 +181,7 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
         .filter((pl.col("parts") > 1) | (pl.col("missing") > 0))
     )
     if not meetings.height:
-        return replace(graph, coverage=_coverage(graph, parts))
+        return replace(graph, coverage=_build_coverage(graph, parts))
     first = graph.nodes.height
     meetings = meetings.with_columns((pl.int_range(pl.len(), dtype=pl.Int64) + first).alias("meeting"))
     parts = parts.join(
@@ -188,7 +190,7 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
     arrivals = meetings.filter(pl.col("missing") > 0).with_columns(
         (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
     )
-    arrivals = _arrival_times(arrivals, parts)
+    arrivals = _estimate_arrival_times(arrivals, parts)
     # Into an arrival from the start of the last recorded part, and on to the meeting. Peers of which nothing is known
     # are taken to do as we do: if we come earlier, so do they, and what we waited for them stays. The other assumption,
     # that they keep their pace, would nail a graph of few ranks to measured times.
@@ -197,11 +199,11 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
     arrival = arrivals.join(last, on="key", how="left", maintain_order="left")
     arrive = arrival.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack)
     onward = arrival.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack)
-    timed = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
-    timed = timed.with_columns(pl.max_horizontal("start", "at").alias("met"))
-    met = _points(gs.RENDEZVOUS, timed, "meeting", "met")
-    nodes = pl.concat([graph.nodes, met, _points(gs.ARRIVAL, arrivals, "arrival", "at")])
-    into = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives")).select(
+    with_times = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
+    with_times = with_times.with_columns(pl.max_horizontal("start", "at").alias("met"))
+    met = _build_point_nodes(gs.RENDEZVOUS, with_times, "meeting", "met")
+    nodes = pl.concat([graph.nodes, met, _build_point_nodes(gs.ARRIVAL, arrivals, "arrival", "at")])
+    incoming = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives")).select(
         pl.col("node").alias("source"), pl.col("meeting").alias("target"), "evidence", pl.lit(0).alias("slack")
     )
     when = met.select(pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns")
@@ -218,16 +220,16 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
     edges = pl.concat(
         [
             graph.edges,
-            _edges(into, from_end=False, to_end=False),
-            _edges(out_of, from_end=True, to_end=True),
-            _edges(arrive, from_end=False, to_end=False),
-            _edges(onward, from_end=True, to_end=False),
+            _build_edges(incoming, from_end=False, to_end=False),
+            _build_edges(out_of, from_end=True, to_end=True),
+            _build_edges(arrive, from_end=False, to_end=False),
+            _build_edges(onward, from_end=True, to_end=False),
         ]
     )
-    return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
+    return replace(graph, nodes=nodes, edges=edges, coverage=_build_coverage(graph, parts))
 
 
-def _communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
+def _collect_communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
     """One row per communication node: times, which operation, whom it waits for, whether others wait for it."""
     nodes = graph.nodes.select("rank", "name", "start_ns", "duration_ns")[graph.communication["node"]]
     parts = graph.communication.with_columns(
@@ -236,17 +238,17 @@ def _communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFra
             "rank", "name", pl.col("start_ns").alias("from"), (pl.col("start_ns") + pl.col("duration_ns")).alias("to")
         ),
     )
-    alone = pl.col("instance").is_null()
-    own = pl.int_range(pl.len(), dtype=pl.Int64)
+    is_single = pl.col("instance").is_null()
+    row_number = pl.int_range(pl.len(), dtype=pl.Int64)
     root = pl.col("peer").is_not_null() & (pl.col("peer") == pl.col("rank"))
-    gives = ~pl.col("kind").fill_null("").is_in(FROM_ROOT) | root | pl.col("peer").is_null()
-    takes = ~pl.col("kind").fill_null("").is_in(TO_ROOT) | root | pl.col("peer").is_null()
+    is_sender = ~pl.col("kind").fill_null("").is_in(FROM_ROOT) | root | pl.col("peer").is_null()
+    is_receiver = ~pl.col("kind").fill_null("").is_in(TO_ROOT) | root | pl.col("peer").is_null()
     return parts.with_columns(
-        pl.when(alone).then(-1 - own).otherwise("instance").alias("key"),
-        pl.when(alone).then(1).otherwise(pl.len().over("instance")).alias("present"),
-        gives.alias("gives"),
+        pl.when(is_single).then(-1 - row_number).otherwise("instance").alias("key"),
+        pl.when(is_single).then(1).otherwise(pl.len().over("instance")).alias("present"),
+        is_sender.alias("gives"),
         # The root of a broadcast goes ahead; a member of a reduce hands in its part and goes on.
-        (takes & ~(pl.col("kind").fill_null("").is_in(FROM_ROOT) & root)).alias("takes"),
+        (is_receiver & ~(pl.col("kind").fill_null("").is_in(FROM_ROOT) & root)).alias("takes"),
     ).with_columns(
         pl.when(pl.col("kind").is_in(["send", "receive"]))
         .then(2)
@@ -255,7 +257,7 @@ def _communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFra
     )
 
 
-def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+def _estimate_arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
     """When the unrecorded peers must have come: the end, less the time that such an operation takes alone.
 
     That is the lower quartile of what operations of its kind, size, group and name took after the last recorded part
@@ -265,40 +267,40 @@ def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
     """
     took = pl.col("to") - pl.max_horizontal("from", "start")
     size = pl.max_horizontal("in_bytes", "out_bytes").max().alias("size")
-    usual = parts.group_by(_ALIKE).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size)
+    typical = parts.group_by(_SIMILARITY_KEYS).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size)
     pattern = pl.col("kind").replace({"reduce_scatter": "all_gather"})  # the same ring, with and without arithmetic
     sized = (
-        usual.filter(pl.col("size") > 0, pl.col("transfer") >= 0)
+        typical.filter(pl.col("size") > 0, pl.col("transfer") >= 0)
         .with_columns(pattern.alias("pattern"))
         .sort("size")
         .with_columns(
-            (pl.col("transfer") / pl.col("size")).cum_min().over(_LINKS).alias("per_byte"),
-            pl.col("transfer").cum_min(reverse=True).over(_LINKS).alias("larger"),
+            (pl.col("transfer") / pl.col("size")).cum_min().over(_LINK_KEYS).alias("per_byte"),
+            pl.col("transfer").cum_min(reverse=True).over(_LINK_KEYS).alias("larger"),
         )
     )
-    least = pl.min_horizontal("larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64))
-    unsized = usual.filter(~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False))
-    columns = [*_ALIKE, "transfer"]
-    transfers = pl.concat([sized.with_columns(least.alias("transfer")).select(columns), unsized.select(columns)])
-    timed = arrivals.join(transfers, on=_ALIKE, how="left", nulls_equal=True, maintain_order="left")
+    min_transfer = pl.min_horizontal("larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64))
+    unsized = typical.filter(~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False))
+    columns = [*_SIMILARITY_KEYS, "transfer"]
+    transfers = pl.concat([sized.with_columns(min_transfer.alias("transfer")).select(columns), unsized.select(columns)])
+    with_transfer = arrivals.join(transfers, on=_SIMILARITY_KEYS, how="left", nulls_equal=True, maintain_order="left")
     # Never before the last recorded part: what came earlier held nothing back.
     latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
     last = pl.max_horizontal("start", "latest")
-    waited = pl.col("earliest_end") - last > _JITTER * pl.col("transfer")
-    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
-    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(
-        pl.when(waited).then(at).otherwise(last).alias("at")
+    waited = pl.col("earliest_end") - last > _MAX_JITTER * pl.col("transfer")
+    estimate = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
+    return with_transfer.join(latest, on="key", how="left", maintain_order="left").with_columns(
+        pl.when(waited).then(estimate).otherwise(last).alias("at")
     )
 
 
-def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:
+def _fill_schema(name: str, frame: pl.DataFrame) -> pl.DataFrame:
     schema = gs.GRAPH_SCHEMAS[name]
     missing = [pl.lit(None).alias(column) for column in schema if column not in frame.columns]
     return frame.with_columns(missing).pipe(cast_to_schema, schema)
 
 
-def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFrame:
-    return _filled(
+def _build_point_nodes(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFrame:
+    return _fill_schema(
         "nodes",
         frame.select(
             pl.col(number).alias("node"),
@@ -316,9 +318,9 @@ def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFr
     )
 
 
-def _edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame:
+def _build_edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame:
     """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for more than it got."""
-    return _filled(
+    return _fill_schema(
         "edges",
         frame.select(
             "source",
@@ -333,7 +335,7 @@ def _edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame
     )
 
 
-def _coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
+def _build_coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
     """What became of the communication of each rank."""
     joined = pl.format("joined over {} ranks", pl.col("present"))
     unrecorded = (
@@ -348,11 +350,11 @@ def _coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
         .agg(pl.len().alias("count"), (pl.col("to") - pl.col("from")).sum().alias("time_ns"))
         .with_columns(pl.lit("collectives").alias("subject"))
     )
-    return pl.concat([graph.coverage, _filled("coverage", counted)])
+    return pl.concat([graph.coverage, _fill_schema("coverage", counted)])
 
 
 # Frames whose rows point to nodes, and with which columns.
-_POINTING = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
+_NODE_COLUMNS = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
 
 
 def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
@@ -372,7 +374,7 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
     free = iter(number for number in range(2 * len(parts)) if number not in own_ranks)
     # a part that does not state its rank gets the lowest free one
     ranks = [next(free) if rank is None else rank for rank in own_ranks]
-    parts = [_ranked(part, rank) for part, rank in zip(parts, ranks, strict=True)]
+    parts = [_ensure_rank(part, rank) for part, rank in zip(parts, ranks, strict=True)]
     first_epoch = min(part.epoch_ns for part in parts)
     # a rank that does not state its host may have a clock of its own
     hosts = [part.ranks["host"][0] or f"rank {number}" for number, part in enumerate(parts)]
@@ -392,31 +394,31 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
         )
     communication = pl.concat(frames)
     joined = match_parts(communication)
-    ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
+    meeting_ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
         (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
     )
-    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    fitted = fit_clocks(meeting_ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
     clocks = [fitted[host] for host in hosts]
-    merged = _merged(parts, first_epoch, clocks, name)
-    together, doubts = _add_meetings(merged, joined)
+    merged = _merge_ranks(parts, first_epoch, clocks, name)
+    joined_graph, doubts = _add_meetings(merged, joined)
     notices = [*merged.notices, *joined.notices, *doubts]
     moved = [clock for clock in clocks if clock.offset_ns or clock.drift]
     if moved:
         worst = max(abs(clock.offset_ns) for clock in moved)
-        left = max(clock.residual_ns or 0 for clock in moved)
+        max_residual = max(clock.residual_ns or 0 for clock in moved)
         text = (
             f"the clocks of {len(moved)} ranks were corrected by up to {worst / 1e6:.3f} ms, fitted on the ends of "
-            f"collectives; {left / 1e3:.1f} us remain"
+            f"collectives; {max_residual / 1e3:.1f} us remain"
         )
         notices.append(Notice("clocks-corrected", "info", text, len(moved)))
-    return replace(together, notices=tuple(notices))
+    return replace(joined_graph, notices=tuple(notices))
 
 
-def _ranked(part: Graph, rank: int) -> Graph:
+def _ensure_rank(part: Graph, rank: int) -> Graph:
     """A part with its rank; the given one, with a notice, where it has none."""
     if part.ranks.height and part.ranks["rank"][0] is not None:
         return part
-    named = pl.lit(rank, dtype=pl.Int32).alias("rank")
+    rank_column = pl.lit(rank, dtype=pl.Int32).alias("rank")
     ranks = part.ranks
     if not ranks.height:
         values = {"window_start_ns": 0, "window_end_ns": part.end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
@@ -425,9 +427,9 @@ def _ranked(part: Graph, rank: int) -> Graph:
     notice = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
     return replace(
         part,
-        ranks=ranks.with_columns(named),
+        ranks=ranks.with_columns(rank_column),
         notices=(*part.notices, notice),
-        **{name: getattr(part, name).with_columns(named) for name in ("nodes", "lanes", "host_ops", "coverage")},
+        **{name: getattr(part, name).with_columns(rank_column) for name in ("nodes", "lanes", "host_ops", "coverage")},
     )
 
 
@@ -437,13 +439,13 @@ def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Noti
     Then what was joined by the order of names is not, and in the end nothing is: what does not meet is ordered as each
     rank is.
     """
-    by_number = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
-    for kept in (np.ones_like(by_number), by_number, np.zeros_like(by_number)):
-        instance = np.where(kept, joined.instance, -1)
+    is_measured = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
+    for retained in (np.ones_like(is_measured), is_measured, np.zeros_like(is_measured)):
+        instance = np.where(retained, joined.instance, -1)
         numbers = pl.Series("instance", instance).replace(-1, None).cast(pl.Int64)
         communication = merged.communication.with_columns(numbers)
         graph = add_rendezvous(replace(merged, communication=communication), joined.evidence)
-        if not (instance >= 0).any() or acyclic(graph.nodes.height, *points(graph)):
+        if not (instance >= 0).any() or is_acyclic(graph.nodes.height, *get_edge_points(graph)):
             break
     dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
     if not dropped:
@@ -455,21 +457,21 @@ def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Noti
     return graph, [Notice("collectives-circle", "warning", text, dropped)]
 
 
-def _merged(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: str) -> Graph:
+def _merge_ranks(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: str) -> Graph:
     """All ranks in one graph, on one clock."""
     frames: dict[str, list[pl.DataFrame]] = {key: [] for key in GRAPH_SCHEMAS}
     nodes = lanes = 0
     notices: list[Notice] = []
     for part, clock in zip(parts, clocks, strict=True):
         for key, frame in part.frames().items():
-            frames[key].append(_moved(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock))
+            frames[key].append(_shift_frame(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock))
         nodes += part.nodes.height
         lanes += part.lanes.height
         notices += [notice.of_rank(part.ranks["rank"][0]) for notice in part.notices]
-    whole = {key: pl.concat(several) for key, several in frames.items()}
+    merged_frames = {key: pl.concat(several) for key, several in frames.items()}
     worlds = [part.world_size for part in parts if part.world_size is not None]
     merged = Graph(
-        **whole,
+        **merged_frames,
         name=name or parts[0].name,
         epoch_ns=epoch,
         world_size=max(worlds, default=None),
@@ -488,7 +490,7 @@ def _merged(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: s
     )
 
 
-def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock) -> pl.DataFrame:
+def _shift_frame(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock) -> pl.DataFrame:
     """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
     nodes, lanes = before
     if not frame.height or (key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift)):
@@ -520,5 +522,5 @@ def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, c
             pl.lit(clock.drift, dtype=pl.Float64).alias("clock_drift"),
             pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
         )
-    columns = _POINTING.get(key, ())
+    columns = _NODE_COLUMNS.get(key, ())
     return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in columns) if columns else frame

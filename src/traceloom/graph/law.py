@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.graph.critical_path import Path, critical_path, parts, unexplained
+from traceloom.graph.critical_path import Path, find_critical_path, list_largest_residuals, summarize_path
 from traceloom.graph.evaluate import Plan
-from traceloom.graph.graph import Graph, OfLast, plain, point_times
+from traceloom.graph.graph import Graph, LastGraphCache, get_point_times, unwrap_array
 from traceloom.system import units
 from traceloom.trace.frames import Result
 
-HONEST = 0.02  # of the window
-POINTS = 0.05  # of the window
-_SAMPLE = 2_000_000  # points at most that the usual error is taken from
-_LONG = 60  # letters of a name in a sentence
+MAX_ERROR_SHARE = 0.02  # of the window
+MAX_POINT_ERROR_SHARE = 0.05  # of the window
+_MAX_SAMPLE = 2_000_000  # points at most that the usual error is taken from
+_MAX_NAME_CHARS = 60  # letters of a name in a sentence
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Law(Result):
     unexplained: pl.DataFrame
 
 
-_KNOWN: OfLast[Law] = OfLast()
+_law_cache: LastGraphCache[Law] = LastGraphCache()
 
 
 def law(graph: Graph, plan: Plan | None = None) -> Law:
@@ -84,18 +84,18 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
         graph: A calibrated graph.
         plan: Of that graph, where there is one already.
     """
-    remembered = _KNOWN.of(graph)
+    remembered = _law_cache.of(graph)
     if remembered is not None:
         return remembered
-    measured = point_times(graph)
+    measured = get_point_times(graph)
     plan = plan or Plan(graph)
     started = time.thread_time_ns()  # other threads may be writing the graph
     exact = plan.evaluate()
     pass_ns = time.thread_time_ns() - started
     honest = plan.evaluate(residuals=False)
-    path = critical_path(graph) if measured.size else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
-    consists = parts(graph, path) if measured.size else _NO_PARTS
-    largest = unexplained(graph, path)
+    path = find_critical_path(graph) if measured.size else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
+    consists = summarize_path(graph, path) if measured.size else _EMPTY_PARTS
+    largest = list_largest_residuals(graph, path)
     window = int(np.ptp(measured)) if measured.size else 0
     residual = int(consists.filter(pl.col("what") == "residual")["time_ns"].sum())
     on_path = graph.edges.select("evidence", "delay_ns")[path.edges]
@@ -103,31 +103,35 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
     exact_error = int(np.abs(exact - measured).max(initial=0))
     honest_error = int(honest.max() - measured.max()) if measured.size else 0
     fraction = honest_error / max(window, 1)
-    sample = slice(None, None, measured.size // _SAMPLE + 1)
-    points = int(np.percentile(np.abs(plain(honest[sample]) - plain(measured[sample])), 95)) if measured.size else 0
+    sample = slice(None, None, measured.size // _MAX_SAMPLE + 1)
+    points = (
+        int(np.percentile(np.abs(unwrap_array(honest[sample]) - unwrap_array(measured[sample])), 95))
+        if measured.size
+        else 0
+    )
     off = points / max(window, 1)
     off_ns = np.abs(exact - measured)
-    by_rank = graph.nodes.select("rank").with_columns(
+    rank_groups = graph.nodes.select("rank").with_columns(
         pl.Series("start", measured[0::2]),
         pl.Series("end", measured[1::2]),
         pl.Series("honest", honest[1::2]),
         pl.Series("off", np.maximum(off_ns[0::2], off_ns[1::2])),
     ).drop_nulls("rank").group_by("rank")  # fmt: skip
-    ranks = by_rank.agg(
+    ranks = rank_groups.agg(
         (pl.col("end").max() - pl.col("start").min()).alias("window_ns"),
         pl.col("off").max().alias("exact_error_ns"),
         (pl.col("honest").max() - pl.col("end").max()).alias("honest_error_ns"),
     ).sort("rank")
     result = Law(
-        sentence=_sentence(exact_error, (fraction, off), window, residual, assumed, largest),
-        holds=exact_error == 0 and abs(fraction) <= HONEST,
+        sentence=_describe_law(exact_error, (fraction, off), window, residual, assumed, largest),
+        holds=exact_error == 0 and abs(fraction) <= MAX_ERROR_SHARE,
         window_ns=window,
         exact_error_ns=exact_error,
         honest_error_ns=honest_error,
         honest_error=fraction,
         point_error_ns=points,
         point_error=off,
-        points_hold=exact_error == 0 and off <= POINTS,
+        points_hold=exact_error == 0 and off <= MAX_POINT_ERROR_SHARE,
         residual_ns=residual,
         residual_share=residual / max(window, 1),
         assumed_ns=assumed,
@@ -137,32 +141,32 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
         path=consists,
         unexplained=largest,
     )
-    return _KNOWN.put(graph, result)
+    return _law_cache.put(graph, result)
 
 
-_NO_PARTS = pl.DataFrame(schema={"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64})
+_EMPTY_PARTS = pl.DataFrame(schema={"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64})
 
 
-def _sentence(  # noqa: PLR0917  (the figures in the order in which they are told)
+def _describe_law(  # noqa: PLR0917  (the figures in the order in which they are told)
     exact_error: int, errors: tuple[float, float], window: int, residual: int, assumed: int, largest: pl.DataFrame
 ) -> str:
-    exact = "exactly" if not exact_error else f"but for {units.duration(exact_error)}"
+    exact = "exactly" if not exact_error else f"but for {units.format_duration(exact_error)}"
     fraction, points = errors
     honest = f"{fraction:+.2%}".replace("%", " %")
-    ok = "" if abs(fraction) <= HONEST else " (more than the 2 % at which it can be trusted)"
-    within = f", and 95 % of what happens within {units.share(points, 1)} of its time"
-    within += "" if points <= POINTS else " (more than the 5 % at which single moments can be trusted)"
+    ok = "" if abs(fraction) <= MAX_ERROR_SHARE else " (more than the 2 % at which it can be trusted)"
+    within = f", and 95 % of what happens within {units.format_share(points, 1)} of its time"
+    within += "" if points <= MAX_POINT_ERROR_SHARE else " (more than the 5 % at which single moments can be trusted)"
     share = residual / max(window, 1)
     clauses = [
-        f"Re-timed without any measured start, the {units.duration(window)} come back {exact}",
+        f"Re-timed without any measured start, the {units.format_duration(window)} come back {exact}",
         f"with the usual delay of each kind of edge alone {honest}{ok}{within}",
-        f"unexplained delays are {units.share(share, 1)} of the critical path",
+        f"unexplained delays are {units.format_share(share, 1)} of the critical path",
     ]
-    if share > HONEST and largest.height:
+    if share > MAX_ERROR_SHARE and largest.height:
         first = largest.row(0, named=True)
         name = "".join(letter if letter.isprintable() else " " for letter in first["name"] or "")
-        short = name if len(name) <= _LONG else f"{name[: _LONG - 1]}…"
-        clauses[-1] += f", of which {units.duration(first['time_ns'])} before `{short}` ({first['kind']})"
-    if assumed > HONEST * window:
-        clauses.append(f"{units.share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
+        short = name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 1]}…"
+        clauses[-1] += f", of which {units.format_duration(first['time_ns'])} before `{short}` ({first['kind']})"
+    if assumed > MAX_ERROR_SHARE * window:
+        clauses.append(f"{units.format_share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
     return "; ".join(clauses) + "."

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from traceloom.errors import InputError, UsageError
 from traceloom.formats import Cache
-from traceloom.formats.alignment import same_ops, timed_ops
+from traceloom.formats.alignment import find_timed_ops, match_ops
 from traceloom.formats.host_trace import read_host_trace
 from traceloom.formats.kineto import read_kineto
 from traceloom.formats.loading import ReadProgress, Report, fetch_remote, read_all
@@ -26,16 +26,16 @@ from traceloom.graph.rank import link_rank
 from traceloom.system.files import restore_addresses
 from traceloom.system.process import trim_memory
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import NO_ROW, column_of, row_numbers, to_series
+from traceloom.trace.arrays import NO_ROW, build_event_column, extract_column, to_series
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.trace.storage import MappedFiles, is_large_session
-from traceloom.trace.trace import HostTrace, Trace, empty
+from traceloom.trace.trace import HostTrace, Trace, make_empty_frame
 from traceloom.trace.vocabulary import COMMAND, GPU_WORK
 
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
-_LEAST = 0.5  # of the ops of the timed steps; below, the graph step is no picture of them
+_MIN_MATCHED_SHARE = 0.5  # of the ops of the timed steps; below, the graph step is no picture of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class Linked:
     refused: tuple[Notice, ...] = ()
 
 
-def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Say | None = None) -> Linked:
+def link(
+    *paths: AnyPath, window: Window = "timed", cache: bool = True, progress: ProgressCallback | None = None
+) -> Linked:
     """Link host and device traces of the ranks of one run into one graph.
 
     Args:
@@ -73,13 +75,13 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
         >>> import traceloom
         >>> graph = traceloom.graph.link("run").graph  # doctest: +SKIP
     """
-    say: Say = progress or (lambda _: None)
+    report_progress: ProgressCallback = progress or (lambda _: None)
 
     def tell(reading: ReadProgress) -> None:
         part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
-        say(f"reading{part}")
+        report_progress(f"reading{part}")
 
-    say("reading")
+    report_progress("reading")
     loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
     trim_memory()
     # not before: what is refused needs nothing of it
@@ -89,10 +91,10 @@ def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress
 
     parts = []
     for number, loaded_rank in enumerate(loaded.ranks, 1):
-        say(f"linking rank {loaded_rank.rank} ({number} of {len(loaded.ranks)})")
+        report_progress(f"linking rank {loaded_rank.rank} ({number} of {len(loaded.ranks)})")
         parts.append(link_rank(loaded_rank.trace, loaded_rank.matching))
         trim_memory()
-    say("joining ranks and calibrating")
+    report_progress("joining ranks and calibrating")
     refused = tuple(
         Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in loaded.refused
     )
@@ -173,7 +175,7 @@ def load_ranks(
                 matching = match(trace, host_trace)
             elif host_trace is not None and graph_step is not None:  # joined over the graph step of a capture
                 step = read_kineto(graph_step.path, capture=graph_step.entry)
-                matching = _carried(trace, step, match(step, host_trace))
+                matching = _propagate_matching(trace, step, match(step, host_trace))
         except InputError as error:
             if host is None or host.capture is None:  # the user gave it
                 raise
@@ -185,45 +187,47 @@ def load_ranks(
     return out
 
 
-def _carried(timed: Trace, graph: Trace, matching: Matching) -> Matching:
+def _propagate_matching(timed_trace: Trace, graph: Trace, matching: Matching) -> Matching:
     """Give every op of the timed steps the host op that the same op of the graph step has.
 
     Host ops and the graph step are joined by ids, the graph step and each timed step by the order of names.
 
     Args:
-        timed: The trace of the timed window.
+        timed_trace: The trace of the timed window.
         graph: The trace of the graph step, of the same process.
         matching: The host trace joined to the graph step.
 
     Returns:
         The host trace joined to the timed steps; its outcomes are those of the graph step. Evidence is `inferred`.
     """
-    same = same_ops(timed, graph, matching.host_op >= 0)
+    same = match_ops(timed_trace, graph, matching.host_op >= 0)
     host_op = np.where(same >= 0, matching.host_op[same], -1)
-    matched, all_ops = int((host_op >= 0).sum()), int(timed_ops(timed).sum())
+    matched, all_ops = int((host_op >= 0).sum()), int(find_timed_ops(timed_trace).sum())
     carried = replace(
         matching,
         host_op=host_op,
         exact=False,
         carried=(matched, all_ops - matched),
-        rank=timed.rank if timed.rank is not None else matching.rank,
+        rank=timed_trace.rank if timed_trace.rank is not None else matching.rank,
     )
-    if matched >= _LEAST * all_ops and matched:
+    if matched >= _MIN_MATCHED_SHARE * all_ops and matched:
         return carried
     text = (
         f"only {matched:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
     )
-    return carried.with_notices(Notice("unlike-graph-step", "warning", text, all_ops - matched, where=timed.meta.path))
+    return carried.with_notices(
+        Notice("unlike-graph-step", "warning", text, all_ops - matched, where=timed_trace.meta.path)
+    )
 
 
-_KEPT = 2  # graphs remembered: of one run, the whole and a step
-_POINTING = {
+_MAX_CACHED_GRAPHS = 2  # graphs remembered: of one run, the whole and a step
+_EVENT_COLUMNS = {
     **dict.fromkeys(("collectives", "copies", "syncs", "python", "tensors"), ("event",)), "flows": ("source", "target"),
 }  # fmt: skip
 _NOT_LINKED = ("allocations", "kernels", "sources")
-_BY_TIME = ("counters", "marks")
+_TIMED_FRAMES = ("counters", "marks")
 _REFERENCES = ("parent", "op", "launch")
-_MOMENT = 0.01  # of the step: GPU work from before that goes on for less needs no lead
+_MIN_LEAD_SHARE = 0.01  # of the step: GPU work from before that goes on for less needs no lead
 
 
 class _GraphCache:
@@ -242,12 +246,12 @@ class _GraphCache:
             self._traces = tuple(weakref.ref(trace, self.forget) for trace in traces)
         return self._graphs
 
-    def forget(self, gone: weakref.ref[Trace]) -> None:
-        if any(ref is gone for ref in self._traces):
+    def forget(self, reference: weakref.ref[Trace]) -> None:
+        if any(ref is reference for ref in self._traces):
             self._traces, self._graphs = (), {}
 
 
-_REMEMBERED = _GraphCache()
+_graph_cache = _GraphCache()
 
 
 def link_session(
@@ -255,7 +259,7 @@ def link_session(
     *,
     step: int | None = None,
     last: int | None = None,
-    progress: Say | None = None,
+    progress: ProgressCallback | None = None,
     remember: bool = True,
 ) -> Graph:
     """Link the traces of a loaded session into one calibrated graph; the files are not read again.
@@ -287,20 +291,20 @@ def link_session(
         >>> from traceloom.graph.linking import link_session
         >>> graph = link_session(traceloom.load("run"), step=12)  # doctest: +SKIP
     """
-    remembered = _REMEMBERED.of(session.traces)
+    remembered = _graph_cache.of(session.traces)
     steps = None if step is None else (step, step if last is None else last)
     if steps in remembered:
         return remembered[steps]
-    say: Say = progress or (lambda _: None)
-    chosen, notices = _chosen(session, steps)
-    several = is_large_session(chosen)
+    report_progress: ProgressCallback = progress or (lambda _: None)
+    selected, notices = _select_traces(session, steps)
+    several = is_large_session(selected)
     parts, storage = [], MappedFiles()
-    for number, trace in enumerate(chosen, 1):
-        who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
-        say(f"linking {who}")
-        part = link_rank(trace) if steps is None else _steps_of(trace, *steps)
+    for number, trace in enumerate(selected, 1):
+        subject = "the trace" if len(selected) == 1 else f"rank {trace.rank} ({number} of {len(selected)})"
+        report_progress(f"linking {subject}")
+        part = link_rank(trace) if steps is None else _link_steps(trace, *steps)
         parts.append(storage.graph(part) if several else part)
-    say("joining ranks and calibrating")
+    report_progress("joining ranks and calibrating")
     merged = join_ranks(parts, session.name)
     parts.clear()  # calibrating needs as much again
     merged = MappedFiles().graph(merged) if several else merged
@@ -309,25 +313,25 @@ def link_session(
     trim_memory()
     if not remember:
         return graph
-    if len(remembered) >= _KEPT:
+    if len(remembered) >= _MAX_CACHED_GRAPHS:
         del remembered[next(iter(remembered))]
     remembered[steps] = graph
     return graph
 
 
-def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
+def _select_traces(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
     """One trace per rank: with steps the first that has the first and the last of them; one may not say its rank."""
     having = list(session.traces)
-    words = ""
+    step_label = ""
     if steps is not None:
-        words = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
+        step_label = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
         having = [trace for trace in having if trace.steps["step"].is_in(steps).sum() == len(set(steps))]
         if not having:
             recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
             recorded_text = (
                 f"; the traces have {recorded[0]} to {recorded[-1]}" if recorded else ": the traces have no steps"
             )
-            raise UsageError(f"there is no {words}{recorded_text}", slug="no-such-step")
+            raise UsageError(f"there is no {step_label}{recorded_text}", slug="no-such-step")
     unique = steps is None or any(trace.rank is None for trace in having)
     first: dict[int | None, Trace] = {}
     for trace in having:
@@ -352,12 +356,12 @@ def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace
     lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
     if not lacking:
         return list(first.values()), []
-    who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
-    text = f"{words} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
+    rank_list = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
+    text = f"{step_label} is not in the traces of {len(lacking)} ranks ({rank_list}); they are not in the graph"
     return list(first.values()), [Notice("step-missing", "warning", text, len(lacking))]
 
 
-def _steps_of(trace: Trace, first: int, last: int) -> Graph:
+def _link_steps(trace: Trace, first: int, last: int) -> Graph:
     """The graph of some steps; a function of its own, so that the part of the trace is freed."""
     bounds = trace.steps.filter(pl.col("step").is_in((first, last)))  # ascending
     part, row = _cut(trace, int(bounds["start_ns"][0]), int(bounds["end_ns"][-1]))
@@ -389,12 +393,12 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     start = events["start_ns"].to_numpy()
     end = start + np.maximum(events["duration_ns"].to_numpy(), 0)
     device = events["category"].is_in([*GPU_WORK, COMMAND]).to_numpy()
-    launch = column_of(events, "launch", NO_ROW, large=False)
+    launch = extract_column(events, "launch", NO_ROW, large=False)
     running = device & (start < high) & (end > low) & (launch >= 0)
     before = running.copy()
     before[running] = start[launch[running]] < low
     from_ns = low
-    if int(end[before].max(initial=low)) - low >= _MOMENT * (high - low):
+    if int(end[before].max(initial=low)) - low >= _MIN_LEAD_SHARE * (high - low):
         from_ns = max(int(start[launch[running]].min(initial=low)), low - (high - low))
     launched_ns = np.where(launch >= 0, start[launch], start) if start.size else start
     own_work = device & (launched_ns >= from_ns) & (launched_ns < high)
@@ -404,12 +408,12 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else device
     bound = np.where(host, high, until)
     # What has no length counts where it stands; the first moment belongs to the part, the last does not.
-    kept = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
-    parent = column_of(events, "parent", NO_ROW, large=False)
+    retained = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
+    parent = extract_column(events, "parent", NO_ROW, large=False)
     # parents stand above all children that stood under them
-    while (missing := parent[kept & (parent >= 0) & ~kept[parent]]).size:
-        kept[missing] = True
-    row = np.flatnonzero(kept)
+    while (missing := parent[retained & (parent >= 0) & ~retained[parent]]).size:
+        retained[missing] = True
+    row = np.flatnonzero(retained)
     first = np.where(host[row], np.maximum(start[row], from_ns), start[row])
     order = np.argsort(first, kind="stable")
     row, first = row[order], first[order]
@@ -427,24 +431,24 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         # Negative durations of damaged files stay; others end at the bound, never before they begin.
         pl.Series("duration_ns", np.where(duration < 0, duration, np.maximum(last - first, 0))),
         pl.Series("nested_end_ns", np.maximum(nested, first)),
-        *(row_numbers(_moved(events[name], number)).alias(name) for name in _REFERENCES),
+        *(build_event_column(_map_to_part_rows(events[name], number)).alias(name) for name in _REFERENCES),
     )
-    frames: dict[str, Any] = {"events": events, **{name: empty(name) for name in _NOT_LINKED}}
-    for name, columns in _POINTING.items():
+    frames: dict[str, Any] = {"events": events, **{name: make_empty_frame(name) for name in _NOT_LINKED}}
+    for name, columns in _EVENT_COLUMNS.items():
         frame: pl.DataFrame = getattr(trace, name)
-        moved = [_moved(frame[column], number) for column in columns]
-        inside = np.flatnonzero(np.min(moved, axis=0) >= 0)
-        part = frame[inside]
+        moved = [_map_to_part_rows(frame[column], number) for column in columns]
+        in_part = np.flatnonzero(np.min(moved, axis=0) >= 0)
+        part = frame[in_part]
         for column, rows in zip(columns, moved, strict=True):
-            part.replace_column(part.get_column_index(column), to_series(rows[inside], pl.UInt32).alias(column))
+            part.replace_column(part.get_column_index(column), to_series(rows[in_part], pl.UInt32).alias(column))
         frames[name] = part
-    for name in _BY_TIME:
+    for name in _TIMED_FRAMES:
         times = getattr(trace, name)["time_ns"].to_numpy()
         frames[name] = getattr(trace, name)[np.flatnonzero((times >= from_ns) & (times < high))]
     return replace(trace, **frames), row
 
 
-def _moved(rows: pl.Series, number: Ints) -> Ints:
+def _map_to_part_rows(rows: pl.Series, number: Ints) -> Ints:
     """References to rows of the whole trace as rows of the part; -1 where the row is not in it."""
     moved: Ints = number[(rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()]
     return moved

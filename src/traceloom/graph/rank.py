@@ -7,37 +7,37 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.graph import graph as gs
-from traceloom.graph.communication import RankCommunication, communication
-from traceloom.graph.dataflow import DataFlow, data_flow, forward_backward_edges
+from traceloom.graph.communication import RankCommunication, find_communication
+from traceloom.graph.dataflow import DataFlow, find_data_flow, forward_backward_edges
 from traceloom.graph.device_edges import (
-    MUCH,
+    MIN_NOTICED_SHARE,
     LateWork,
-    command_waits,
-    launch_edges,
-    occupancy_edges,
-    queue_edges,
-    stream_edges,
+    add_command_waits,
+    add_launch_edges,
+    add_occupancy_edges,
+    add_queue_edges,
+    add_stream_edges,
     wait_edges,
 )
-from traceloom.graph.device_work import BY_OP, ORPHANS, DeviceWork, WorkTimeline, device_work
+from traceloom.graph.device_work import LAUNCHED_BY_OP, ORPHANS, DeviceWork, WorkTimeline, collect_device_work
 from traceloom.graph.edges import Edges
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, empty_frame
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, make_empty_frame
 from traceloom.graph.host_match import Matching
-from traceloom.graph.host_tree import LAUNCHES, NO_LAUNCH, HostTree, Segments, host_tree, segments
+from traceloom.graph.host_tree import LAUNCHES, NOT_LAUNCHES, HostTree, Segments, build_host_tree, build_segments
 from traceloom.graph.syncs import find_awaited_work, find_spin_waits, sync_records
-from traceloom.graph.threads import hand_off_edges, hand_offs
+from traceloom.graph.threads import add_hand_off_edges, find_hand_offs
 from traceloom.system.text import replace_surrogates
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import column_of, to_nullable_series
+from traceloom.trace.arrays import extract_column, to_nullable_series
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COPY
 
-_LONG_NAME = 60
+_MAX_NAME_CHARS = 60
 
 
-class Parts(Struct, frozen=True):
+class RankParts(Struct, frozen=True):
     """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then GPU work.
 
     Attributes:
@@ -91,19 +91,19 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         A graph of one rank, not calibrated: no delays, work as long as it took, nothing left over. Times start at 0,
         which is `trace.start_ns`.
     """
-    tree = host_tree(trace)
-    handovers = hand_offs(trace, tree, segments(tree))
+    tree = build_host_tree(trace)
+    handovers = find_hand_offs(trace, tree, build_segments(tree))
     host = handovers.host
-    work = device_work(trace, tree)
+    work = collect_device_work(trace, tree)
     times = WorkTimeline(work, tree)
     records = sync_records(trace, tree)
     waiting = find_awaited_work(trace, tree, work, times, records)
     spinning, spun_on = find_spin_waits(trace, tree, host, times, handovers.waits)
-    own_communication = communication(trace, tree, work)
+    own_communication = find_communication(trace, tree, work)
     submits = np.zeros(tree.row.size, dtype=np.bool_)
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
-    submits[call[tree.named(LAUNCHES, call) & ~tree.named(NO_LAUNCH, call)]] = True
+    submits[call[tree.named(LAUNCHES, call) & ~tree.named(NOT_LAUNCHES, call)]] = True
     kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
     kinds[handovers.waits] = gs.NODE_KINDS.index(gs.WAIT)
     kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
@@ -111,7 +111,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[spinning] = gs.NODE_KINDS.index(gs.BLOCK)
     kinds[host.first[own_communication.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
-    parts = Parts(
+    parts = RankParts(
         tree=tree,
         host=host,
         kinds=kinds,
@@ -133,8 +133,8 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         )  # fmt: skip
     waits = np.zeros(tree.row.size, dtype=np.bool_)
     waits[waiting.call] = True
-    launch_edges(edges, tree, work, waits, host, parts.segment_node, parts.work_node)
-    overlapping = stream_edges(edges, work, parts.work_node)
+    add_launch_edges(edges, tree, work, waits, host, parts.segment_node, parts.work_node)
+    overlapping = add_stream_edges(edges, work, parts.work_node)
     last_node = parts.segment_node[host.last]
     edges.add(
         "synchronize", waiting.evidence, parts.work_node[waiting.work], last_node[waiting.call],
@@ -145,29 +145,31 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         "synchronize", "inferred", parts.work_node[spun_on], parts.segment_node[spinning],
         from_end=True, to_end=True,
     )  # fmt: skip
-    held = command_waits(edges, trace, work, parts.work_node)
-    queued = queue_edges(edges, tree, work, last_node, parts.work_node)
-    hand_off_edges(edges, handovers, parts.segment_node)
+    delayed = add_command_waits(edges, trace, work, parts.work_node)
+    queued = add_queue_edges(edges, tree, work, last_node, parts.work_node)
+    add_hand_off_edges(edges, handovers, parts.segment_node)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
     flow = None
     if matching is not None:
         host_op = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
-        flow = data_flow(tree, host, work, parts.segment_node, parts.work_node, host_op, matching.host.ops)
+        flow = find_data_flow(tree, host, work, parts.segment_node, parts.work_node, host_op, matching.host.ops)
         edges.add("data", matching.evidence, flow.source, flow.target, from_end=True, to_end=False)
-    return _assembled(
-        trace, parts, edges, EdgeCounts(overlapping, queued, held, waiting.unknown, spinning, flow), matching
+    return _assemble_graph(
+        trace, parts, edges, EdgeCounts(overlapping, queued, delayed, waiting.unknown, spinning, flow), matching
     )
 
 
-def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, matching: Matching | None) -> Graph:
+def _assemble_graph(
+    trace: Trace, parts: RankParts, edges: Edges, edge_counts: EdgeCounts, matching: Matching | None
+) -> Graph:
     """The graph from its nodes and edges; what waited for room on the device is seen last, after all other edges."""
     meta, rank, work_node = trace.meta, trace.meta.rank or 0, parts.work_node
-    nodes, lanes = _nodes(trace, parts, seen.held, matching)
+    nodes, lanes = _build_nodes(trace, parts, edge_counts.held, matching)
     times = np.empty(2 * nodes.height, dtype=np.int64)
     times[0::2] = nodes["start_ns"].to_numpy()
     times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
     on_engines = (nodes["category"][work_node] == COPY).to_numpy()
-    late = occupancy_edges(edges, parts.work, ~on_engines, work_node, times)
+    late = add_occupancy_edges(edges, parts.work, ~on_engines, work_node, times)
     frame, refused = edges.frame(times)
     ranks = pl.DataFrame(
         [
@@ -191,15 +193,15 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
     order = np.argsort(copied, kind="stable")
     order = order[copied[order] >= 0]
     transfers = trace.copies[order].hstack([pl.Series("node", copied[order])])
-    coverage = _coverage(rank, parts, seen, late, refused)
+    coverage = _build_coverage(rank, parts, edge_counts, late, refused)
     names = nodes["name"][work_node]
-    notices = (*trace.notices, *_late_notices(names, late, int(times.max() - times[0]), rank))
-    host_ops = empty_frame("host_ops")
+    notices = (*trace.notices, *_build_late_notices(names, late, int(times.max() - times[0]), rank))
+    host_ops = make_empty_frame("host_ops")
     if matching is not None:
-        of_rank = pl.lit(rank, dtype=pl.Int32).alias("rank")
+        rank_column = pl.lit(rank, dtype=pl.Int32).alias("rank")
         schema = GRAPH_SCHEMAS["host_ops"]
-        host_ops = matching.host.ops.with_columns(of_rank).pipe(cast_to_schema, schema)
-        coverage = pl.concat([matching.coverage().with_columns(of_rank), coverage])
+        host_ops = matching.host.ops.with_columns(rank_column).pipe(cast_to_schema, schema)
+        coverage = pl.concat([matching.coverage().with_columns(rank_column), coverage])
         notices = (*notices, *matching.notices)
     return Graph(
         nodes=nodes,
@@ -217,8 +219,10 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
     )
 
 
-def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The `nodes` and `lanes` of a rank; commands that hold their stream (`held`) wait."""
+def _build_nodes(
+    trace: Trace, parts: RankParts, delayed: Ints, matching: Matching | None
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The `nodes` and `lanes` of a rank; commands that hold their stream (`delayed`) wait."""
     host, work, tree = parts.host, parts.work, parts.tree
     owned = host.owner >= 0
     row = np.full(host.owner.size, -1, dtype=np.int64)
@@ -230,10 +234,10 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
     category = trace.events["category"][work.row]
     work_kind = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
-    for name, of_category in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
-        work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(of_category)
+    for name, node_kind in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
+        work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(node_kind)
     work_kind[parts.communication.work] = parts.communication.work_kind
-    work_kind[held] = gs.NODE_KINDS.index(gs.WAIT)
+    work_kind[delayed] = gs.NODE_KINDS.index(gs.WAIT)
     kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, work_kind])
     # lanes that hold nodes, numbered anew; -1 stays
     lane = np.concatenate([[-1], host.lane, work.lane])
@@ -254,16 +258,16 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     steps = trace.steps.sort("start_ns")
     if steps.height:
         time = start + trace.start_ns
-        at = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
-        inside = (at >= 0) & (time < steps["end_ns"].to_numpy()[at])
-        step = np.where(inside, steps["step"].to_numpy()[at], -1)
+        index = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
+        in_step = (index >= 0) & (time < steps["end_ns"].to_numpy()[index])
+        step = np.where(in_step, steps["step"].to_numpy()[index], -1)
     # bytes of copies, fills and communication; -1 unknown
     sizes = np.full(trace.events.height + 1, -1, dtype=np.int64)
     copies = trace.copies.drop_nulls("bytes")
     sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
     sizes = sizes[event]
     sizes[: host.owner.size + 1] = -1
-    sent_bytes = column_of(parts.communication.about, "in_bytes", absent=-1, large=False)
+    sent_bytes = extract_column(parts.communication.about, "in_bytes", absent=-1, large=False)
     sizes[parts.communication.nodes(parts)] = sent_bytes
     events = trace.events[["name", "category", "op", "step", "correlation"]]
     row_of = to_nullable_series(event, pl.UInt32, absent=-1)
@@ -291,13 +295,15 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     return nodes.with_columns(host_op).pipe(cast_to_schema, schema), lanes
 
 
-def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused: pl.DataFrame) -> pl.DataFrame:
+def _build_coverage(
+    rank: int, parts: RankParts, edge_counts: EdgeCounts, late: LateWork, refused: pl.DataFrame
+) -> pl.DataFrame:
     """The `coverage` rows of a rank, except those of its host trace.
 
     Args:
         rank: The rank.
         parts: What its nodes are made of.
-        seen: What was seen on the way.
+        edge_counts: What was seen on the way.
         late: Work that started long after it was ready.
         refused: Edges that contradict the order of others: kind, count.
     """
@@ -308,12 +314,12 @@ def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused
     outcomes = (
         ("attached by correlation", launched & work.correlated),
         ("attached by arrow", launched & ~work.correlated),
-        ("attached to its op by External id", work.orphans == BY_OP),
+        ("attached to its op by External id", work.orphans == LAUNCHED_BY_OP),
         *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
     )
-    for subject, of_subject in (("gpu-work", ~work.command), ("device-commands", work.command)):
-        for outcome, chosen in outcomes:
-            counted = chosen & of_subject
+    for subject, is_subject in (("gpu-work", ~work.command), ("device-commands", work.command)):
+        for outcome, matches_outcome in outcomes:
+            counted = matches_outcome & is_subject
             if counted.any():
                 rows.append((subject, outcome, int(counted.sum()), int(span[counted].sum())))
     submitted = np.unique(work.call[launched]).size
@@ -322,14 +328,16 @@ def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused
     silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[launched])]].sum())
     if silent:
         rows.append(("launches", "without GPU work in the window", silent, None))
-    if seen.overlapping:
-        rows.append(("streams", "neighbours that overlap", seen.overlapping, None))
-    if seen.queued:
-        rows.append(("launches", "held up by a full queue", seen.queued, None))
-    if seen.flow is not None:
-        rows.append(("data", "edges from the last writer of a storage", seen.flow.source.size, None))
-        rows.append(("data", "reads of what was written before the window, or nowhere", seen.flow.unplaced, None))
-        rows.append(("data", "reads before their writer had ended: no edge", seen.flow.late, None))
+    if edge_counts.overlapping:
+        rows.append(("streams", "neighbours that overlap", edge_counts.overlapping, None))
+    if edge_counts.queued:
+        rows.append(("launches", "held up by a full queue", edge_counts.queued, None))
+    if edge_counts.flow is not None:
+        rows.append(("data", "edges from the last writer of a storage", edge_counts.flow.source.size, None))
+        rows.append(
+            ("data", "reads of what was written before the window, or nowhere", edge_counts.flow.unplaced, None)
+        )
+        rows.append(("data", "reads before their writer had ended: no edge", edge_counts.flow.late, None))
     if late.crowded:
         rows.append(("streams", "work that waited for room on the device", late.crowded, None))
     if late.before.size:
@@ -338,12 +346,14 @@ def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused
     if late.unexplained.size:
         waited = int(late.waited_ns.sum())
         rows.append(("streams", "work that waited for nothing recorded", late.unexplained.size, waited))
-    if seen.unknown.size:
-        took = int(parts.tree.span()[seen.unknown].sum())
-        rows.append(("synchronisations", "long, and not known what was awaited", seen.unknown.size, took))
-    if seen.spins.size:
-        took = int((host.end - host.start)[seen.spins].sum())
-        rows.append(("synchronisations", "self time that ends with the work launched before it", seen.spins.size, took))
+    if edge_counts.unknown.size:
+        took = int(parts.tree.span()[edge_counts.unknown].sum())
+        rows.append(("synchronisations", "long, and not known what was awaited", edge_counts.unknown.size, took))
+    if edge_counts.spins.size:
+        took = int((host.end - host.start)[edge_counts.spins].sum())
+        rows.append(
+            ("synchronisations", "self time that ends with the work launched before it", edge_counts.spins.size, took)
+        )
     lengths = host.end - host.start
     gaps = host.owner < 0
     rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
@@ -354,7 +364,7 @@ def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused
     return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")
 
 
-def _late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -> list[Notice]:
+def _build_late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -> list[Notice]:
     """Warn where much of the window is spent before GPU work that nothing recorded holds back.
 
     Args:
@@ -363,10 +373,10 @@ def _late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -
         window_ns: Length of the rank's window.
         rank: The rank.
     """
-    least = MUCH * max(window_ns, 1)
+    min_noticed_ns = MIN_NOTICED_SHARE * max(window_ns, 1)
     notices = []
     longest = int(late.before_ns.max(initial=0))
-    if longest >= least:
+    if longest >= min_noticed_ns:
         text = (
             f"for {longest / 1e6:.1f} ms ({100 * longest / window_ns:.0f} % of the window) the device did nothing that "
             "is recorded, though work had been launched: it was behind what lies before the window; "
@@ -374,10 +384,10 @@ def _late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -
         )
         notices.append(Notice("busy-before-window", "warning", text, int(late.before.size), rank))
     total = int(late.waited_ns.sum())
-    if total < least:
+    if total < min_noticed_ns:
         return notices
     worst = int(np.argmax(late.waited_ns))
-    name, waited = names[int(late.unexplained[worst])][:_LONG_NAME], late.waited_ns[worst] / 1e6
+    name, waited = names[int(late.unexplained[worst])][:_MAX_NAME_CHARS], late.waited_ns[worst] / 1e6
     text = (
         f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
         f"known to hold them back ({name}: {waited:.1f} ms); "

@@ -14,7 +14,7 @@ from traceloom.trace.array_types import Ints
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import LAUNCHES
 
-UNKNOWN = -1
+MISSING_VALUE = -1
 
 
 class SyncRecords(Struct, frozen=True):
@@ -48,7 +48,7 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
     if not trace.syncs.height:
         none: Ints = np.zeros(0, dtype=np.int64)
         return SyncRecords(trace.syncs["kind"], none, none, none, none, none)
-    about = trace.events.select("event", "device", "correlation")
+    event_fields = trace.events.select("event", "device", "correlation")
     calls = (
         trace.events.lazy()
         .filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
@@ -58,7 +58,7 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
     )
     streams = trace.lanes.filter(pl.col("kind") == "device").select("device", "stream", "lane")
     frame = (
-        trace.syncs.join(about, on="event", how="left", maintain_order="left")
+        trace.syncs.join(event_fields, on="event", how="left", maintain_order="left")
         .join(calls, on="correlation", how="inner", maintain_order="left")
         .join(
             calls.select(pl.col("correlation").alias("record_correlation"), pl.col("call_ns").alias("recorded")),
@@ -77,7 +77,7 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
     position = tree.position[frame["call"].to_numpy()] if frame.height else np.zeros(0, dtype=np.int64)
     frame = frame.with_columns(pl.Series("position", position)).filter(pl.col("position") >= 0)
     numbers = [
-        frame[name].cast(pl.Int64).fill_null(UNKNOWN).to_numpy()
+        frame[name].cast(pl.Int64).fill_null(MISSING_VALUE).to_numpy()
         for name in ("position", "device", "lane", "awaited", "recorded")
     ]
     return SyncRecords(frame["kind"], *numbers)
@@ -85,14 +85,16 @@ def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
 
 _Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), how that is known
 
-_EARLY_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done
-_AT_ONCE_NS = 25_000  # a call that waited returns within this time
-_LONG_NS = 20_000  # a call this long did wait
+_MAX_EARLY_RETURN_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done
+_MAX_RETURN_DELAY_NS = 25_000  # a call that waited returns within this time
+_MIN_WAIT_NS = 20_000  # a call this long did wait
 
-_LONG_SPIN_NS = 200_000
-_CLOSE = 0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
-_BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
-_AFTER_NS = 20_000
+_MIN_SPIN_NS = 200_000
+_MAX_DISTANCE_SHARE = (
+    0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
+)
+_MAX_BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
+_MAX_AFTER_NS = 20_000
 
 
 class SyncTargets(Struct, frozen=True):
@@ -131,11 +133,11 @@ def find_awaited_work(
     parts: list[_Pairs] = []
     if work.row.size:
         # records of stream and event synchronisation; questions that do not wait have such records, too
-        of_stream, of_event = records.of("Stream Sync"), records.of("Event Sync")
-        call = np.concatenate([of_stream.call, of_event.call])
-        lane = np.concatenate([of_stream.lane, of_event.awaited])
-        until = np.concatenate([tree.start[of_stream.call], of_event.recorded])
-        usable = (lane != UNKNOWN) & (until != UNKNOWN) & np.isin(call, waiting)
+        stream_records, event_records = records.of("Stream Sync"), records.of("Event Sync")
+        call = np.concatenate([stream_records.call, event_records.call])
+        lane = np.concatenate([stream_records.lane, event_records.awaited])
+        until = np.concatenate([tree.start[stream_records.call], event_records.recorded])
+        usable = (lane != MISSING_VALUE) & (until != MISSING_VALUE) & np.isin(call, waiting)
         recorded = call[usable], times.launched_before(lane[usable], until[usable]), "measured"
         in_records = recorded[0][recorded[1] >= 0]
         stream, event = (part[~np.isin(part, in_records)] for part in (stream, event))
@@ -144,103 +146,105 @@ def find_awaited_work(
             recorded,
             _wait_for_device(tree, times, device[has_record], records),
             _wait_for_device(tree, times, device[~has_record], None),
-            _wait_for_stream(tree, times, stream, by_event=False),
-            _wait_for_stream(tree, times, event, by_event=True),
-            _copies(trace, tree, work),
+            _wait_for_stream(tree, times, stream, until_event=False),
+            _wait_for_stream(tree, times, event, until_event=True),
+            _find_blocking_copies(trace, tree, work),
         ]
     nothing = np.zeros(0, dtype=np.int64)
     call = np.concatenate([nothing, *(part[0] for part in parts)])
-    of = np.concatenate([nothing, *(part[1] for part in parts)])
+    awaited = np.concatenate([nothing, *(part[1] for part in parts)])
     evidence = np.concatenate([np.zeros(0, dtype=np.str_), *(np.full(part[0].size, part[2]) for part in parts)])
     # A call is only held back by what can end no later than it returns.
-    possible = of >= 0
-    possible[possible] = work.end[of[possible]] <= tree.end[call[possible]] + _EARLY_NS
-    call, of, evidence = call[possible], of[possible], evidence[possible]
-    _, first = np.unique(call * (work.row.size + 1) + of, return_index=True)
-    call, of, evidence = call[first], of[first], evidence[first]
+    possible = awaited >= 0
+    possible[possible] = work.end[awaited[possible]] <= tree.end[call[possible]] + _MAX_EARLY_RETURN_NS
+    call, awaited, evidence = call[possible], awaited[possible], evidence[possible]
+    _, first = np.unique(call * (work.row.size + 1) + awaited, return_index=True)
+    call, awaited, evidence = call[first], awaited[first], evidence[first]
     synchronising = np.unique(waiting)
     without = synchronising[~np.isin(synchronising, call)]
-    return SyncTargets(call, of, evidence, synchronising, without[tree.span()[without] >= _LONG_NS])
+    return SyncTargets(call, awaited, evidence, synchronising, without[tree.span()[without] >= _MIN_WAIT_NS])
 
 
 def _wait_for_device(tree: HostTree, times: WorkTimeline, call: Ints, records: SyncRecords | None) -> _Pairs:
     """The last work of every stream; of one thread's calls the first after a work waits for it, later ones need not."""
     call = np.repeat(call, times.lanes.size)
     lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
-    of = times.launched_before(lane, tree.start[call])
-    valid = of >= 0
+    awaited = times.launched_before(lane, tree.start[call])
+    valid = awaited >= 0
     if records is not None:
-        meant = records.of("Context Sync")
-        device = np.full(tree.row.size, UNKNOWN)
-        device[meant.call] = meant.device
-        valid &= (device[call] == UNKNOWN) | (times.work.device[of] == device[call])
-    call, of = call[valid], of[valid]
-    order = np.lexsort((call, of, tree.lane[call]))
-    call, of = call[order], of[order]
-    again = np.zeros(call.size, dtype=np.bool_)
-    again[1:] = (of[1:] == of[:-1]) & (tree.lane[call[1:]] == tree.lane[call[:-1]])
-    return call[~again], of[~again], "inferred" if records is None else "measured"
+        device_records = records.of("Context Sync")
+        device = np.full(tree.row.size, MISSING_VALUE)
+        device[device_records.call] = device_records.device
+        valid &= (device[call] == MISSING_VALUE) | (times.work.device[awaited] == device[call])
+    call, awaited = call[valid], awaited[valid]
+    order = np.lexsort((call, awaited, tree.lane[call]))
+    call, awaited = call[order], awaited[order]
+    repeated = np.zeros(call.size, dtype=np.bool_)
+    repeated[1:] = (awaited[1:] == awaited[:-1]) & (tree.lane[call[1:]] == tree.lane[call[:-1]])
+    return call[~repeated], awaited[~repeated], "inferred" if records is None else "measured"
 
 
-def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, by_event: bool) -> _Pairs:
+def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, until_event: bool) -> _Pairs:
     """The work that calls wait for which wait for one stream: as far as it has been filled, or until an event of it.
 
     Where a call waited, it is the work, on any stream, that was launched before and ended when the call returned; else
-    what its thread had launched last (`by_event`: before the last event was recorded, which may lie far back).
+    what its thread had launched last (`until_event`: before the last event was recorded, which may lie far back).
     """
     explains = np.full(call.size, -1, dtype=np.int64)
     # the streams on which work ends when a long call returns: indices into `call`, and lanes
-    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
+    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _MIN_WAIT_NS)
     returned = tree.end[call[long]]
-    by_end = np.argsort(times.work.end, kind="stable")
-    ends = times.work.end[by_end]
-    low = np.searchsorted(ends, returned - _AT_ONCE_NS, side="left")
-    count = np.searchsorted(ends, returned + _EARLY_NS, side="right") - low
+    end_order = np.argsort(times.work.end, kind="stable")
+    sorted_ends = times.work.end[end_order]
+    low = np.searchsorted(sorted_ends, returned - _MAX_RETURN_DELAY_NS, side="left")
+    count = np.searchsorted(sorted_ends, returned + _MAX_EARLY_RETURN_NS, side="right") - low
     index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
-    at, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
-    start, end = tree.start[call[at]], tree.end[call[at]]
-    of = times.launched_before(lane, start)
-    if by_event:
-        done = times.ended_by(lane, end + _EARLY_NS // 10)
-        of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
-    finished = times.work.end[of]
-    fits = np.flatnonzero((of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS))
+    call_index, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[end_order[index]]]), axis=1)
+    start, end = tree.start[call[call_index]], tree.end[call[call_index]]
+    awaited = times.launched_before(lane, start)
+    if until_event:
+        done = times.ended_by(lane, end + _MAX_EARLY_RETURN_NS // 10)
+        awaited = np.where((done >= 0) & (times.work.asked[done] < start), done, awaited)
+    finished = times.work.end[awaited]
+    fits = np.flatnonzero(
+        (awaited >= 0) & (finished <= end + _MAX_EARLY_RETURN_NS) & (finished >= end - _MAX_RETURN_DELAY_NS)
+    )
     # The last one written stays: the latest end, and the first stream of those that end at once.
     order = fits[np.lexsort((-lane[fits], finished[fits]))]
-    explains[at[order]] = of[order]
+    explains[call_index[order]] = awaited[order]
     until, end = tree.start[call], tree.end[call]
-    if by_event:
+    if until_event:
         records = np.flatnonzero(tree.call)
-        before = last_of_thread(tree, records[tree.named(host_tree.RECORDS, records)], call)
+        before = find_last_on_thread(tree, records[tree.named(host_tree.RECORDS, records)], call)
         until = np.where(before >= 0, tree.start[before], until)
-    usual = times.thread_launched_before(tree.lane[call], until)
-    last = times.launched_before(np.where(usual >= 0, times.work.lane[usual], UNKNOWN), until)
-    chosen = explains < 0
-    if not by_event:  # its own stream explains the return as well as any other
+    last_launched = times.thread_launched_before(tree.lane[call], until)
+    last = times.launched_before(np.where(last_launched >= 0, times.work.lane[last_launched], MISSING_VALUE), until)
+    use_last = explains < 0
+    if not until_event:  # its own stream explains the return as well as any other
         finished = times.work.end[last]
-        chosen |= (last >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS)
-    return call, np.where(chosen, last, explains), "inferred"
+        use_last |= (last >= 0) & (finished <= end + _MAX_EARLY_RETURN_NS) & (finished >= end - _MAX_RETURN_DELAY_NS)
+    return call, np.where(use_last, last, explains), "inferred"
 
 
-def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
+def find_last_on_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
     """The last of `events` (positions, ascending) on the thread of each call before it; -1 where there is none."""
-    at = np.searchsorted(events, call) - 1
-    last = np.where(at >= 0, events[at] if events.size else -1, -1)
+    index = np.searchsorted(events, call) - 1
+    last = np.where(index >= 0, events[index] if events.size else -1, -1)
     return np.where((last >= 0) & (tree.lane[last] == tree.lane[call]), last, -1)
 
 
-def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
+def _find_blocking_copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
     """Copies whose calls return when they are done: of pageable memory to the host, and calls that never return early.
 
     Copies from pageable memory to the device are staged: the call returns when the last piece stands in the buffer.
     """
     number = np.full(trace.events.height + 1, -1, dtype=np.int64)
     number[work.row] = np.arange(work.row.size)
-    of = number[trace.copies["event"].to_numpy()]
-    launched = of >= 0
-    launched[launched] = work.call[of[launched]] >= 0
-    of, copies = of[launched], trace.copies[np.flatnonzero(launched)]
-    call = work.call[of]
+    copy_work = number[trace.copies["event"].to_numpy()]
+    launched = copy_work >= 0
+    launched[launched] = work.call[copy_work[launched]] >= 0
+    copy_work, copies = copy_work[launched], trace.copies[np.flatnonzero(launched)]
+    call = work.call[copy_work]
     blocking = tree.named(host_tree.BLOCKING_COPIES, call)
     to_host, pinned = (
         column.to_numpy()
@@ -250,9 +254,13 @@ def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
         )
     )
     # a call that returned no earlier than its copy ended did wait
-    waited = ~pinned & (tree.end[call] >= work.end[of]) & (tree.end[call] - work.end[of] < _AT_ONCE_NS)
-    chosen = blocking | to_host | waited
-    return call[chosen], of[chosen], "inferred"
+    waited = (
+        ~pinned
+        & (tree.end[call] >= work.end[copy_work])
+        & (tree.end[call] - work.end[copy_work] < _MAX_RETURN_DELAY_NS)
+    )
+    is_blocking = blocking | to_host | waited
+    return call[is_blocking], copy_work[is_blocking], "inferred"
 
 
 def find_spin_waits(
@@ -276,19 +284,22 @@ def find_spin_waits(
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
     category = trace.events["category"][tree.row]
-    plain = (category == "op").to_numpy() & tree.named(host_tree.PLAIN_OP)
-    fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_SPIN_NS)
+    is_plain_op = (category == "op").to_numpy() & tree.named(host_tree.PLAIN_OP)
+    fits = ~np.append(tree.call | is_plain_op, True)[host.owner] & (host.end - host.start >= _MIN_SPIN_NS)
     fits[waits] = False
     submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
     submits[times.work.call[times.work.call >= 0]] = True
     before = np.append(-1, host.owner[:-1])
     # right after a call that submitted GPU work
     fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
-    at = np.flatnonzero(fits)
-    of = times.thread_launched_before(host.lane[at], host.start[at])
-    close = np.minimum(_CLOSE * (host.end[at] - host.start[at]), _BEFORE_NS)
-    late = times.work.end[of] - host.end[at]
+    segments = np.flatnonzero(fits)
+    awaited = times.thread_launched_before(host.lane[segments], host.start[segments])
+    close = np.minimum(_MAX_DISTANCE_SHARE * (host.end[segments] - host.start[segments]), _MAX_BEFORE_NS)
+    late = times.work.end[awaited] - host.end[segments]
     matches = (
-        (of >= 0) & (late <= close) & (-late <= np.minimum(close, _AFTER_NS)) & (times.work.end[of] > host.start[at])
+        (awaited >= 0)
+        & (late <= close)
+        & (-late <= np.minimum(close, _MAX_AFTER_NS))
+        & (times.work.end[awaited] > host.start[segments])
     )
-    return at[matches], of[matches]
+    return segments[matches], awaited[matches]

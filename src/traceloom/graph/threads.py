@@ -8,19 +8,19 @@ from msgspec import Struct
 from traceloom.graph.edges import Edges
 from traceloom.graph.host_tree import AUTOGRAD, COLLECTIVE, HOST_BACKENDS, PLAIN_OP, HostTree, Segments
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.session import ThreadClock, thread_samples
+from traceloom.trace.session import ThreadClock, read_thread_clocks
 from traceloom.trace.trace import Trace
 
-_QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
-_SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
-_BUSY = 0.3  # of that work's span in which something is recorded
-_AWAKE_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
-_ALONE = 0.15  # or after this share of its quiet time
-_ONLY = 0.9  # of a thread's outermost events are of the backward pass
-_FAR_MORE = 10  # times as many calls and operators
-_IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
-_JUST_NS = 1_000_000  # by what ended no longer ago than this, for all that is known
-_WORKED = 0.5  # in which it ran at least: it worked
+_MIN_QUIET_NS = 20_000  # a thread that does nothing named for this long may be waiting
+_MIN_FILLED_SHARE = 0.5  # of a quiet time that another thread's work must fill to be what was waited for
+_MIN_BUSY_SHARE = 0.3  # of that work's span in which something is recorded
+_MAX_WAKEUP_NS = 30_000  # who was waited for, woke the main thread: it goes on this soon
+_MAX_WAKEUP_SHARE = 0.15  # or after this share of its quiet time
+_MIN_AUTOGRAD_SHARE = 0.9  # of a thread's outermost events are of the backward pass
+_DOMINANCE_FACTOR = 10  # times as many calls and operators
+_MIN_IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
+_MAX_WAKER_AGE_NS = 1_000_000  # by what ended no longer ago than this, for all that is known
+_MIN_WORKED_SHARE = 0.5  # in which it ran at least: it worked
 
 
 class ThreadHandOffs(Struct, frozen=True):
@@ -60,9 +60,9 @@ class _Wakeups(Struct, frozen=True):
     cut_ns: Ints
     certain: Bools
 
-    def of(self, chosen: Bools) -> _Wakeups:
+    def of(self, selected: Bools) -> _Wakeups:
         """Some of them."""
-        return _Wakeups(self.head[chosen], self.source[chosen], self.cut_ns[chosen], self.certain[chosen])
+        return _Wakeups(self.head[selected], self.source[selected], self.cut_ns[selected], self.certain[selected])
 
 
 class _BusyIntervals(Struct, frozen=True):
@@ -81,7 +81,7 @@ class _BusyIntervals(Struct, frozen=True):
     last: Ints
 
 
-def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOffs:
+def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOffs:
     """Find where the main thread waits for others, and where others begin what they were given.
 
     A quiet time of the main thread (a gap, or self time of an annotation) that another thread's work fills is cut in
@@ -99,61 +99,61 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOffs:
     if lanes.size < 2:
         never = np.zeros(0, dtype=np.bool_)
         return ThreadHandOffs(host, nothing, nothing, nothing, never, never, nothing)
-    quiet = _unexplained_segments(trace, tree, host)
+    quiet = _find_unexplained_segments(trace, tree, host)
     cpu = CpuTime.of(trace)
-    gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
+    gap = (host.owner < 0) & (host.end - host.start >= _MIN_QUIET_NS)
     autograd = np.unique(tree.lane[tree.named(AUTOGRAD)])
-    main = _main_lane(trace, tree, lanes)
+    main = _find_main_lane(trace, tree, lanes)
     backend = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
-    spells = {}
+    busy_intervals = {}
     for lane in np.setdiff1d(lanes, [main, *tree.lane[backend]]).tolist():
         if lane in autograd:
             root = np.flatnonzero((tree.lane == lane) & (tree.parent < 0))
-            spells[lane] = _BusyIntervals(tree.start[root], tree.end[root], host.first[root], host.last[root])
+            busy_intervals[lane] = _BusyIntervals(tree.start[root], tree.end[root], host.first[root], host.last[root])
         else:  # segments that follow each other without a gap
-            at = np.flatnonzero((host.lane == lane) & ~gap)
-            opens = np.append(True, np.diff(at) > 1) if at.size else np.zeros(0, dtype=np.bool_)
-            first, last = at[opens], at[np.append(opens[1:], True)] if at.size else at
-            spells[lane] = _BusyIntervals(host.start[first], host.end[last], first, last)
+            rows = np.flatnonzero((host.lane == lane) & ~gap)
+            opens = np.append(True, np.diff(rows) > 1) if rows.size else np.zeros(0, dtype=np.bool_)
+            first, last = rows[opens], rows[np.append(opens[1:], True)] if rows.size else rows
+            busy_intervals[lane] = _BusyIntervals(host.start[first], host.end[last], first, last)
     segment = np.flatnonzero(quiet & (host.lane == main))
-    begin, done, head, tail = _explain_by_other_threads(host, segment, spells, set(autograd.tolist()))
-    taken = _explain_by_communication(tree, host, segment, backend, (begin, done, head, tail))
-    filled = [(segment, begin, done, head, tail)]
-    inside = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[backend])
-    backend = np.setdiff1d(backend, taken)
+    start, done, head, tail = _explain_by_other_threads(host, segment, busy_intervals, set(autograd.tolist()))
+    explained = _explain_by_communication(tree, host, segment, backend, (start, done, head, tail))
+    filled = [(segment, start, done, head, tail)]
+    is_unexplained = quiet & (host.owner >= 0) & (host.lane != main) & ~np.isin(host.lane, tree.lane[backend])
+    backend = np.setdiff1d(backend, explained)
     # quiet self times of other threads that end about when communication of another one does
     for lane in lanes[lanes != main]:
-        segment = np.flatnonzero(inside & (host.lane == lane))
-        begin, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
+        segment = np.flatnonzero(is_unexplained & (host.lane == lane))
+        start, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
         if segment.size and backend.size:
-            _explain_by_communication(tree, host, segment, backend, (begin, done, head, tail))
+            _explain_by_communication(tree, host, segment, backend, (start, done, head, tail))
             low, high = host.start[segment], host.end[segment]
-            done[high - done > np.maximum(_AWAKE_NS, _ALONE * (high - low))] = -1
-        filled.append((segment, begin, done, head, tail))
-    segment, begin, done, head, tail = (np.concatenate(column) for column in zip(*filled, strict=True))
+            done[high - done > np.maximum(_MAX_WAKEUP_NS, _MAX_WAKEUP_SHARE * (high - low))] = -1
+        filled.append((segment, start, done, head, tail))
+    segment, start, done, head, tail = (np.concatenate(column) for column in zip(*filled, strict=True))
     order = np.argsort(segment, kind="stable")
     order = order[done[order] >= 0]
-    segment, begin, done, head, tail = (column[order] for column in (segment, begin, done, head, tail))
-    cut, number = host.cut(np.repeat(segment, 2), np.stack([begin, done], axis=1).ravel())
+    segment, start, done, head, tail = (column[order] for column in (segment, start, done, head, tail))
+    cut, number = host.cut(np.repeat(segment, 2), np.stack([start, done], axis=1).ravel())
     waiting = number[segment] + 1
     handed_over = head >= 0
     heads, givers = number[head[handed_over]], number[segment[handed_over]]
-    source = np.concatenate([number[tail] + _parts_after(host, number, tail), givers])
-    still = _unexplained_segments(trace, tree, cut)
+    source = np.concatenate([number[tail] + _count_following_parts(host, number, tail), givers])
+    still = _find_unexplained_segments(trace, tree, cut)
     still[waiting] = False
-    works = np.isin(host.lane[tail], list(spells))  # not communication, which waits itself
+    works = np.isin(host.lane[tail], list(busy_intervals))  # not communication, which waits itself
     # Segments that begin while another thread waits for their thread's work: it was at work, with or without a name.
     awaited, worker = [heads], host.lane[tail[works]]
     for thread in np.unique(worker).tolist():
-        own = np.flatnonzero(cut.lane == thread)
-        begun = np.searchsorted(np.sort(begin[works][worker == thread]), cut.start[own], side="left")
-        over = np.searchsorted(np.sort(done[works][worker == thread]), cut.start[own], side="left")
-        awaited.append(own[begun > over])
+        thread_segments = np.flatnonzero(cut.lane == thread)
+        begun = np.searchsorted(np.sort(start[works][worker == thread]), cut.start[thread_segments], side="left")
+        ended = np.searchsorted(np.sort(done[works][worker == thread]), cut.start[thread_segments], side="left")
+        awaited.append(thread_segments[begun > ended])
     awake = np.unique(np.concatenate(awaited))
-    return _with_wakers(cut, waiting, source, heads, _find_wakeups(cut, tree, still, awake, main, cpu))
+    return _add_wakeups(cut, waiting, source, heads, _find_wakeups(cut, tree, still, awake, main, cpu))
 
 
-def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
+def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     """The thread that runs the program: the one that has the process's number, or another that does far more.
 
     Programs train in other threads, too, while the first one waits or serves. The threads of the backward pass do what
@@ -165,55 +165,57 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     size = int(lanes.max()) + 1
     roots = np.bincount(tree.lane[root], minlength=size)
     autograd_roots = np.bincount(tree.lane[root & tree.named(AUTOGRAD)], minlength=size)
-    own = lanes[autograd_roots[lanes] < _ONLY * np.maximum(roots[lanes], 1)]
-    own = own if own.size else lanes
-    plain = tree.call | tree.named(PLAIN_OP)
-    done = np.bincount(tree.lane[plain], minlength=size)
-    most = int(own[done[own].argmax()])
-    named = own[(trace.lanes["name"] == "main thread").to_numpy()[own]]
-    return int(named[0]) if named.size and done[named[0]] * _FAR_MORE >= done[most] else most
+    candidates = lanes[autograd_roots[lanes] < _MIN_AUTOGRAD_SHARE * np.maximum(roots[lanes], 1)]
+    candidates = candidates if candidates.size else lanes
+    is_plain = tree.call | tree.named(PLAIN_OP)
+    done = np.bincount(tree.lane[is_plain], minlength=size)
+    busiest = int(candidates[done[candidates].argmax()])
+    main_named = candidates[(trace.lanes["name"] == "main thread").to_numpy()[candidates]]
+    return (
+        int(main_named[0]) if main_named.size and done[main_named[0]] * _DOMINANCE_FACTOR >= done[busiest] else busiest
+    )
 
 
-def _unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> Bools:
+def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
     category = trace.events["category"][tree.row]
-    plain = (category == "op").to_numpy() & tree.named(PLAIN_OP)
-    works = tree.call | plain | tree.named(HOST_BACKENDS)
-    quiet: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
+    is_plain_op = (category == "op").to_numpy() & tree.named(PLAIN_OP)
+    works = tree.call | is_plain_op | tree.named(HOST_BACKENDS)
+    quiet: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _MIN_QUIET_NS)
     return quiet
 
 
 def _explain_by_other_threads(
-    host: Segments, segment: Ints, spells: dict[int, _BusyIntervals], autograd: set[int]
+    host: Segments, segment: Ints, busy_intervals: dict[int, _BusyIntervals], autograd: set[int]
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """For each quiet segment: when the work that fills it begins and ends (-1: none does), and with which segments.
 
     The first segment of that work is -1 where it had begun before the quiet time.
     """
     low, high = host.start[segment], host.end[segment]
-    begin, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
-    for lane, spell in spells.items():
-        if not spell.start.size:
+    filled_start, done, head, tail = (np.full(segment.size, -1, dtype=np.int64) for _ in range(4))
+    for lane, intervals in busy_intervals.items():
+        if not intervals.start.size:
             continue
-        first = np.searchsorted(spell.end, low, side="right")  # the first spell that ends inside or later
-        last = np.searchsorted(spell.end, high, side="right") - 1  # the last one that ends inside
-        inside = (first <= last) & (last >= 0)
-        first, last = np.minimum(first, spell.end.size - 1), np.maximum(last, 0)
-        running = spell.start[first] < low
-        start, end = np.maximum(spell.start[first], low), spell.end[last]
-        after = np.minimum(last + 1, spell.start.size - 1)
-        goes_on = (last + 1 < spell.start.size) & (spell.start[after] < high)
-        covered = np.concatenate([[0], np.cumsum(spell.end - spell.start)])
+        first = np.searchsorted(intervals.end, low, side="right")  # the first spell that ends inside or later
+        last = np.searchsorted(intervals.end, high, side="right") - 1  # the last one that ends inside
+        overlaps = (first <= last) & (last >= 0)
+        first, last = np.minimum(first, intervals.end.size - 1), np.maximum(last, 0)
+        running = intervals.start[first] < low
+        start, end = np.maximum(intervals.start[first], low), intervals.end[last]
+        after = np.minimum(last + 1, intervals.start.size - 1)
+        goes_on = (last + 1 < intervals.start.size) & (intervals.start[after] < high)
+        covered = np.concatenate([[0], np.cumsum(intervals.end - intervals.start)])
         busy = covered[last + 1] - covered[first]
-        fits = inside & (end - start >= _SHARE * (high - low))
+        fits = overlaps & (end - start >= _MIN_FILLED_SHARE * (high - low))
         if lane not in autograd:
-            fits &= ~goes_on & (busy >= _BUSY * (end - start))
-            fits &= high - end <= np.maximum(_AWAKE_NS, _ALONE * (high - low))
-        better = fits & (end - start > done - begin)
-        begin, done = np.where(better, start, begin), np.where(better, end, done)
-        head = np.where(better, np.where(running, -1, spell.first[first]), head)
-        tail = np.where(better, spell.last[last], tail)
-    return begin, done, head, tail
+            fits &= ~goes_on & (busy >= _MIN_BUSY_SHARE * (end - start))
+            fits &= high - end <= np.maximum(_MAX_WAKEUP_NS, _MAX_WAKEUP_SHARE * (high - low))
+        better = fits & (end - start > done - filled_start)
+        filled_start, done = np.where(better, start, filled_start), np.where(better, end, done)
+        head = np.where(better, np.where(running, -1, intervals.first[first]), head)
+        tail = np.where(better, intervals.last[last], tail)
+    return filled_start, done, head, tail
 
 
 def _explain_by_communication(
@@ -225,24 +227,24 @@ def _explain_by_communication(
     shares most of it: that may end before, since the thread that communicates wakes the waiting one, and ends its own
     event when it is its turn again.
     """
-    begin, done, head, tail = filled
+    filled_start, done, head, tail = filled
     low, high = host.start[segment], host.end[segment]
     first = np.searchsorted(high, tree.start[backend], side="right")
     count = np.maximum(np.searchsorted(low, tree.end[backend], side="left") - first, 0)
     event: Ints = np.repeat(backend, count)
     quiet = np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    call = np.repeat(_calls_for(tree, backend), count)
+    call = np.repeat(_find_framework_calls(tree, backend), count)
     early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])  # before the quiet time: all of it is waiting
     since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
     until = np.minimum(tree.end[event], high[quiet])
-    fits = until - since >= np.maximum(_QUIET_NS, _SHARE * (high[quiet] - low[quiet]))
-    ends = fits & (tree.end[event] <= high[quiet])
-    order = np.lexsort((since - until, ~ends, event))
+    fits = until - since >= np.maximum(_MIN_QUIET_NS, _MIN_FILLED_SHARE * (high[quiet] - low[quiet]))
+    ends_inside = fits & (tree.end[event] <= high[quiet])
+    order = np.lexsort((since - until, ~ends_inside, event))
     order = order[np.append(True, event[order[1:]] != event[order[:-1]])[: order.size]]
     order = order[np.argsort(until[order], kind="stable")]  # of several in one quiet time the last
     event, quiet, since, until, early, fits = (x[order] for x in (event, quiet, since, until, early, fits))
     event, quiet = event[fits], quiet[fits]
-    begin[quiet], done[quiet] = since[fits], until[fits]
+    filled_start[quiet], done[quiet] = since[fits], until[fits]
     head[quiet] = np.where((tree.start[event] >= low[quiet]) & ~early[fits], host.first[event], -1)
     tail[quiet] = host.last[event]
     return event
@@ -263,65 +265,65 @@ def _find_wakeups(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints,
         main: The main thread.
         cpu: How long threads ran: one that ran all the time was not idle.
     """
-    gap = (host.owner < 0) & (host.end - host.start >= _IDLE_NS)
+    gap = (host.owner < 0) & (host.end - host.start >= _MIN_IDLE_NS)
     gap &= ~cpu.worked(host.lane, host.start, host.end)
     first = np.flatnonzero(np.append(True, host.lane[1:] != host.lane[:-1]))
     after = np.flatnonzero(gap[:-1] & (host.lane[1:] == host.lane[:-1])) + 1
     head = np.setdiff1d(np.concatenate([first, after]), has_waker)
     head = head[host.lane[head] != main]
-    begins = np.zeros(host.owner.size, dtype=np.bool_)
-    begins[after] = True
-    since = np.where(begins[head], host.start[np.maximum(head - 1, 0)], np.iinfo(np.int64).min)
+    starts_idle = np.zeros(host.owner.size, dtype=np.bool_)
+    starts_idle[after] = True
+    since = np.where(starts_idle[head], host.start[np.maximum(head - 1, 0)], np.iinfo(np.int64).min)
     # for work that is communication, the call that asked for it, after the idle time had begun; else -1
     called = np.full(head.size, -1, dtype=np.int64)
     owner = host.owner[head]
     backend = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
-    event = _calls_for(tree, owner[backend])
+    event = _find_framework_calls(tree, owner[backend])
     fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[backend])
     called[backend[fits]] = event[fits]
     # The event of another thread that ended last before each head, after its idle time had begun; else -1. Where the
     # one that ended last is of the head's own thread, it is the one before the run of that thread's events.
-    ends = np.argsort(tree.end, kind="stable")
-    lane = tree.lane[ends]
+    end_order = np.argsort(tree.end, kind="stable")
+    lane = tree.lane[end_order]
     opens = np.append(True, lane[1:] != lane[:-1])[: lane.size]
     before_run = np.maximum.accumulate(np.where(opens, np.arange(lane.size), 0)) - 1
-    at = np.searchsorted(tree.end[ends], host.start[head], side="right") - 1
-    own = (at >= 0) & (lane[at] == host.lane[head])
-    at = np.where(own, before_run[at], at)
-    ended = np.where(at >= 0, ends[at], -1)
+    index = np.searchsorted(tree.end[end_order], host.start[head], side="right") - 1
+    same_lane = (index >= 0) & (lane[index] == host.lane[head])
+    index = np.where(same_lane, before_run[index], index)
+    ended = np.where(index >= 0, end_order[index], -1)
     ended[(ended >= 0) & (tree.end[ended] < since)] = -1
     just = ended >= 0
-    just[just] = host.start[head[just]] - tree.end[ended[just]] <= _JUST_NS
+    just[just] = host.start[head[just]] - tree.end[ended[just]] <= _MAX_WAKER_AGE_NS
     event = np.where(called >= 0, called, ended)
     source = np.where(event >= 0, host.last[np.maximum(event, 0)], -1)
     certain = (called >= 0) | just
     # where that is a guess, the quiet segment of its thread within which the head begins; else -1
-    inside = np.full(head.size, -1, dtype=np.int64)
+    in_segment = np.full(head.size, -1, dtype=np.int64)
     guessed = np.where(certain | (event < 0), -1, tree.lane[np.maximum(event, 0)])
     for number in np.unique(guessed[guessed >= 0]).tolist():
         segments = np.flatnonzero(host.lane == number)
         heads = np.flatnonzero(guessed == number)
         time = host.start[head[heads]]
-        at = segments[np.maximum(np.searchsorted(host.start[segments], time, side="right") - 1, 0)]
-        within = quiet[at] & (host.start[at] < time) & (time < host.end[at])
-        inside[heads[within]] = at[within]
-    cut = np.where(inside >= 0, host.start[head], -1)
-    woken = _Wakeups(head, np.where(inside >= 0, inside, source), cut, certain)
-    return woken.of(begins[head] | certain)  # what begins a thread for the first time may have begun by itself
+        index = segments[np.maximum(np.searchsorted(host.start[segments], time, side="right") - 1, 0)]
+        within = quiet[index] & (host.start[index] < time) & (time < host.end[index])
+        in_segment[heads[within]] = index[within]
+    cut = np.where(in_segment >= 0, host.start[head], -1)
+    woken = _Wakeups(head, np.where(in_segment >= 0, in_segment, source), cut, certain)
+    return woken.of(starts_idle[head] | certain)  # what begins a thread for the first time may have begun by itself
 
 
-def _calls_for(tree: HostTree, backend: Ints) -> Ints:
+def _find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
     """The framework's call on another thread that began last before each communication; -1 where there is none."""
     calls = np.flatnonzero(tree.named(COLLECTIVE) & ~tree.call)
     if not calls.size:
         return np.full(backend.size, -1, dtype=np.int64)
     calls = calls[np.argsort(tree.start[calls], kind="stable")]
-    at = np.searchsorted(tree.start[calls], tree.start[backend], side="right") - 1
-    event = calls[np.maximum(at, 0)]
-    return np.where((at >= 0) & (tree.lane[event] != tree.lane[backend]), event, -1)
+    index = np.searchsorted(tree.start[calls], tree.start[backend], side="right") - 1
+    event = calls[np.maximum(index, 0)]
+    return np.where((index >= 0) & (tree.lane[event] != tree.lane[backend]), event, -1)
 
 
-def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakeups) -> ThreadHandOffs:
+def _add_wakeups(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken: _Wakeups) -> ThreadHandOffs:
     """All hand-overs: what was found of quiet times that work fills, and who woke threads that were idle.
 
     Args:
@@ -333,21 +335,21 @@ def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken:
     """
     nothing_known = woken.of(woken.source < 0)
     woken = woken.of(woken.source >= 0)
-    again = np.flatnonzero(woken.cut_ns >= 0)
-    again = again[np.lexsort((woken.cut_ns[again], woken.source[again]))]
-    segment = woken.source[again]
-    host, number = cut.cut(segment, woken.cut_ns[again])
-    givers = number[woken.source] + _parts_after(cut, number, woken.source)
+    cut_again = np.flatnonzero(woken.cut_ns >= 0)
+    cut_again = cut_again[np.lexsort((woken.cut_ns[cut_again], woken.source[cut_again]))]
+    segment = woken.source[cut_again]
+    host, number = cut.cut(segment, woken.cut_ns[cut_again])
+    givers = number[woken.source] + _count_following_parts(cut, number, woken.source)
     first = np.searchsorted(segment, segment, side="left")
-    givers[again] = number[segment] + np.arange(segment.size) - first
-    target, to_end = _held_back(host, number[np.concatenate([heads, woken.head])])
-    unknown, idle = _held_back(host, number[nothing_known.head])
+    givers[cut_again] = number[segment] + np.arange(segment.size) - first
+    target, to_end = _find_held_back(host, number[np.concatenate([heads, woken.head])])
+    unknown, idle = _find_held_back(host, number[nothing_known.head])
     waiting = number[waiting]
     all_certain = np.ones(source.size, dtype=np.bool_)
     return ThreadHandOffs(
         host,
         waits=np.unique(np.concatenate([waiting, target[to_end], unknown[idle]])),
-        source=np.concatenate([number[source] + _parts_after(cut, number, source), givers]),
+        source=np.concatenate([number[source] + _count_following_parts(cut, number, source), givers]),
         target=np.concatenate([waiting, target]),
         to_end=np.concatenate([np.ones(waiting.size, dtype=np.bool_), to_end]),
         certain=np.concatenate([all_certain, woken.certain]),
@@ -355,21 +357,21 @@ def _with_wakers(cut: Segments, waiting: Ints, source: Ints, heads: Ints, woken:
     )
 
 
-def _parts_after(host: Segments, number: Ints, segment: Ints) -> Ints:
+def _count_following_parts(host: Segments, number: Ints, segment: Ints) -> Ints:
     """How many parts of a segment follow its first."""
     bounds = np.append(number, number[-1] + 1 if number.size else 0)
     last = segment + 1 == host.owner.size
     return np.where(last, 0, bounds[np.minimum(segment + 1, host.owner.size - 1)] - number[segment] - 1)
 
 
-def _held_back(host: Segments, head: Ints) -> tuple[Ints, Bools]:
+def _find_held_back(host: Segments, head: Ints) -> tuple[Ints, Bools]:
     """What of a head's thread is held back: the gap before it, which waits; or its start, where there is no gap."""
     before = np.maximum(head - 1, 0)
     gap = (head > 0) & (host.lane[before] == host.lane[head]) & (host.owner[before] < 0)
     return np.where(gap, before, head), gap
 
 
-def hand_off_edges(edges: Edges, hand_offs: ThreadHandOffs, segment_node: Ints) -> None:
+def add_hand_off_edges(edges: Edges, hand_offs: ThreadHandOffs, segment_node: Ints) -> None:
     """From the end of what hands over to what is held back by it; from the origin where that is unknown."""
     edges.add(
         "cross-thread", np.where(hand_offs.certain, "inferred", "assumed"), segment_node[hand_offs.source],
@@ -395,15 +397,15 @@ class CpuTime(Struct, frozen=True):
         """The samples of a trace; of no lane where its clock is not that of the samples, or nobody took any."""
         if trace.meta.clock != "unix":
             return cls({})
-        samples = thread_samples(trace.meta)
+        samples = read_thread_clocks(trace.meta)
         hosts = trace.lanes.filter(trace.lanes["kind"] == "host").select("lane", "thread").rows() if samples else []
         return cls({lane: samples[thread] for lane, thread in hosts if thread in samples})
 
     def worked(self, lane: Ints, low: Ints, high: Ints) -> Bools:
         """Stretches in which the thread certainly ran most of the time."""
-        least = np.zeros_like(low)
+        min_ran_ns = np.zeros_like(low)
         for number, samples in self.lanes.items():
-            at = np.flatnonzero(lane == number)
-            least[at] = samples.ran(low[at], high[at])[0]
-        mostly_ran: Bools = least >= _WORKED * (high - low)
+            rows = np.flatnonzero(lane == number)
+            min_ran_ns[rows] = samples.bound_cpu_time(low[rows], high[rows])[0]
+        mostly_ran: Bools = min_ran_ns >= _MIN_WORKED_SHARE * (high - low)
         return mostly_ran & (high > low)

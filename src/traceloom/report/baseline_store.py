@@ -15,15 +15,15 @@ from traceloom import __version__
 from traceloom.analyze.gate_summary import FORMAT, VERSION, Baseline, RunSummary, decode, encode
 from traceloom.errors import InputError, OutputError, UsageError
 from traceloom.system import files
-from traceloom.system.remote import file_system, without_secrets
+from traceloom.system.remote import open_file_system, strip_secrets
 
-DEFAULT = ".traceloom/baselines"
-_ENDING = ".baseline.json.gz"
+DEFAULT_DIRECTORY = ".traceloom/baselines"
+_SUFFIX = ".baseline.json.gz"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
-class Place(Protocol):
+class FileStore(Protocol):
     """Files by name, in one folder."""
 
     def names(self) -> list[str]:
@@ -36,7 +36,7 @@ class Place(Protocol):
         """Write a whole file or none; returns where it is."""
 
 
-class Store:
+class BaselineStore:
     """Baselines by name.
 
     Args:
@@ -46,13 +46,13 @@ class Store:
         UsageError: `no-fsspec`: a URL, and fsspec or what it needs for such URLs is not installed.
     """
 
-    def __init__(self, where: str = DEFAULT) -> None:
+    def __init__(self, where: str = DEFAULT_DIRECTORY) -> None:
         self.where = where
-        self._place: Place = _RemoteStore(where) if "://" in where else _Folder(Path(where))
+        self._place: FileStore = _RemoteDirectory(where) if "://" in where else _LocalDirectory(Path(where))
 
     def names(self) -> list[str]:
         """Names of the baselines, sorted."""
-        names = (name.removesuffix(_ENDING) for name in self._place.names() if name.endswith(_ENDING))
+        names = (name.removesuffix(_SUFFIX) for name in self._place.names() if name.endswith(_SUFFIX))
         return [name for name in names if _NAME.fullmatch(name)]
 
     def save(self, name: str, runs: Sequence[RunSummary], saved_unix_s: int, *, force: bool) -> str:
@@ -62,9 +62,9 @@ class Store:
             UsageError: `bad-baseline-name`.
             OutputError: `file-exists` without `force`; `cannot-write`.
         """
-        checked(name)
+        check_baseline_name(name)
         data = encode(Baseline(FORMAT, VERSION, __version__, name, saved_unix_s, list(runs)))
-        return self._place.write(f"{name}{_ENDING}", data, force=force)
+        return self._place.write(f"{name}{_SUFFIX}", data, force=force)
 
     def load(self, name: str) -> Baseline:
         """The baseline of a name.
@@ -73,8 +73,8 @@ class Store:
             UsageError: `bad-baseline-name`; `no-such-baseline`.
             InputError: `damaged-baseline`; `unreadable`.
         """
-        checked(name)
-        data = self._place.read(f"{name}{_ENDING}")
+        check_baseline_name(name)
+        data = self._place.read(f"{name}{_SUFFIX}")
         if data is None:
             names = self.names()
             hint = f"it has {', '.join(names[:10])}" if names else "it has none; see traceloom baseline save --help"
@@ -82,7 +82,7 @@ class Store:
         return decode(data, f"{self.where}: {name}")
 
 
-def checked(name: str) -> str:
+def check_baseline_name(name: str) -> str:
     """A name that is one, and stays in its folder.
 
     Raises:
@@ -97,9 +97,9 @@ def checked(name: str) -> str:
     return name
 
 
-class _Folder:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+class _LocalDirectory:
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory
 
     def names(self) -> list[str]:
         try:
@@ -107,19 +107,19 @@ class _Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _unreadable(error, str(self._folder)) from error
+            raise _make_read_error(error, str(self._folder)) from error
 
     def read(self, name: str) -> bytes | None:
         path = self._folder / name
-        files.note_input(path)
+        files.remember_input(path)
         try:
-            return files.read_small(path, _MOST_BYTES)
+            return files.read_small(path, _MAX_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             if error.errno == errno.EFBIG:
                 return b""
-            raise _unreadable(error, str(path)) from error
+            raise _make_read_error(error, str(path)) from error
 
     def write(self, name: str, data: bytes, *, force: bool) -> str:
         path = self._folder / name
@@ -131,12 +131,12 @@ class _Folder:
         return str(path)
 
 
-class _RemoteStore:
+class _RemoteDirectory:
     """Any file system of fsspec. What goes wrong there may be any exception of a library that we do not know."""
 
     def __init__(self, url: str) -> None:
-        self._url = without_secrets(url)
-        self._fs, self._root = file_system(url)
+        self._url = strip_secrets(url)
+        self._fs, self._root = open_file_system(url)
 
     def names(self) -> list[str]:
         try:
@@ -144,40 +144,40 @@ class _RemoteStore:
         except FileNotFoundError:
             return []
         except Exception as error:
-            raise _unreadable(error, self._url) from error
+            raise _make_read_error(error, self._url) from error
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
 
     def read(self, name: str) -> bytes | None:
         try:
             path = f"{self._root}/{name}"
-            if self._fs.size(path) > _MOST_BYTES:
+            if self._fs.size(path) > _MAX_BYTES:
                 return b""
             return bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise _unreadable(error, f"{self._url}/{name}") from error
+            raise _make_read_error(error, f"{self._url}/{name}") from error
 
     def write(self, name: str, data: bytes, *, force: bool) -> str:
-        path, where = f"{self._root}/{name}", f"{self._url}/{name}"
-        beside = f"{self._root}/.{name}.{uuid.uuid4().hex}.partial"
+        path, location = f"{self._root}/{name}", f"{self._url}/{name}"
+        temporary_path = f"{self._root}/.{name}.{uuid.uuid4().hex}.partial"
         if not force and name in self.names():
-            raise OutputError(f"`{where}` exists already", slug="file-exists", hint="use --force to overwrite it")
+            raise OutputError(f"`{location}` exists already", slug="file-exists", hint="use --force to overwrite it")
         try:
             self._fs.makedirs(self._root, exist_ok=True)
             try:
-                self._fs.pipe_file(beside, data)
-                self._fs.mv(beside, path)
+                self._fs.pipe_file(temporary_path, data)
+                self._fs.mv(temporary_path, path)
             except BaseException:
                 with suppress(Exception):  # what went wrong first is what counts
-                    self._fs.rm_file(beside)
+                    self._fs.rm_file(temporary_path)
                 raise
         except Exception as error:
-            message = f"`{where}` cannot be written: {error or type(error).__name__}"
+            message = f"`{location}` cannot be written: {error or type(error).__name__}"
             raise OutputError(message, slug="cannot-write", hint="choose another place with --store") from error
-        return where
+        return location
 
 
-def _unreadable(error: Exception, where: str) -> InputError:
+def _make_read_error(error: Exception, location: str) -> InputError:
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return InputError(f"baselines cannot be read: {reason or type(error).__name__}", slug="unreadable", where=where)
+    return InputError(f"baselines cannot be read: {reason or type(error).__name__}", slug="unreadable", where=location)

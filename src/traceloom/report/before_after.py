@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import WhatIf, changed_graph, changed_nodes
 from traceloom.graph import graph as gs
-from traceloom.graph.critical_path import Path, critical_path
+from traceloom.graph.critical_path import Path, find_critical_path
 from traceloom.graph.graph import Graph
-from traceloom.report.labels import short
-from traceloom.report.views.page_table import lane_steps, pack, sparse, zigzag
+from traceloom.report.labels import fit_name
+from traceloom.report.views.page_table import encode_sparse, encode_start_deltas, encode_zigzag, pack
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints as ArrayTypesInts
@@ -28,13 +28,13 @@ from traceloom.trace.vocabulary import CATEGORIES
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
-FEW_RANKS = 3  # up to here every rank is shown
+MAX_RANKS_SHOWN = 3  # up to here every rank is shown
 _HOST_LANES, _DEVICE_LANES = 2, 4  # of a rank
 _DEVICE_WORK = (gs.KERNEL, gs.COPY, gs.FILL)
 
 
 @dataclass(frozen=True, slots=True)
-class LanesShown:
+class SelectedLanes:
     """What is shown.
 
     Attributes:
@@ -53,8 +53,8 @@ class LanesShown:
         """The choice in words; empty where everything is drawn."""
         sentences = []
         if len(self.ranks) < self.of:
-            named = "; ".join(f"rank {rank} ({why})" for rank, why in self.ranks.items())
-            sentences.append(f"Of {self.of} ranks these are drawn: {named}.")
+            rank_list = "; ".join(f"rank {rank} ({reason})" for rank, reason in self.ranks.items())
+            sentences.append(f"Of {self.of} ranks these are drawn: {rank_list}.")
         if self.left_out:
             omitted = "thread or stream that does" if self.left_out == 1 else "threads and streams that do"
             sentences.append(
@@ -64,7 +64,7 @@ class LanesShown:
         return " ".join(sentences)
 
 
-def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> LanesShown:
+def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> SelectedLanes:
     """The ranks that matter, and their lanes.
 
     The slowest, the one that gains most, the median one; the one whose work decides how long it takes, before and
@@ -76,7 +76,7 @@ def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Seque
         changed: What the changes are about, shape (nodes,).
         paths: The nodes of the critical path before and after.
     """
-    roles = _roles(graph, ranks, changed, paths)
+    roles = _describe_roles(graph, ranks, changed, paths)
     busy = (
         graph.nodes.lazy()
         .filter(pl.col("lane").is_not_null(), pl.col("duration_ns") > 0, pl.col("rank").is_in(list(roles)))
@@ -97,58 +97,58 @@ def select_lanes(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Seque
     # the thread that records most, and then those that decide how long it takes or communicate themselves (gloo)
     main = (pl.col("count") == pl.col("count").max().over("rank")).alias("main")
     host = lanes.filter(kind="host").with_columns(main)
-    by = ["rank", "main", "decides", "talks", "count", "lane"]
-    host = host.sort(by, descending=[False, True, True, True, True, False])
-    by = ["rank", "talks", "decides", "busy", "lane"]
-    device = lanes.filter(kind="device").sort(by, descending=[False, True, True, True, False])
-    kept = pl.concat(
+    sort_columns = ["rank", "main", "decides", "talks", "count", "lane"]
+    host = host.sort(sort_columns, descending=[False, True, True, True, True, False])
+    sort_columns = ["rank", "talks", "decides", "busy", "lane"]
+    device = lanes.filter(kind="device").sort(sort_columns, descending=[False, True, True, True, False])
+    retained = pl.concat(
         [
             device.group_by("rank", maintain_order=True).head(_DEVICE_LANES),
             host.drop("main").group_by("rank", maintain_order=True).head(_HOST_LANES),
         ],
         how="diagonal_relaxed",
     )
-    several = kept.filter(kind="device")["device"].n_unique() > 1
+    several = retained.filter(kind="device")["device"].n_unique() > 1
     title = pl.when(pl.lit(several) & (pl.col("kind") == "device") & pl.col("device").is_not_null()).then(
         pl.format("GPU {} {}", "device", "name")
     )
     position = pl.col("rank").replace_strict({rank: number for number, rank in enumerate(roles)}, return_dtype=pl.Int64)
-    shown = kept.with_columns(title=title.otherwise("name")).sort(
+    visible = retained.with_columns(title=title.otherwise("name")).sort(
         position, pl.col("kind") == "device", "device", "stream", "lane", nulls_last=True
     )
-    return LanesShown(roles, max(ranks.height, 1), shown, busy.height - shown.height)
+    return SelectedLanes(roles, max(ranks.height, 1), visible, busy.height - visible.height)
 
 
-def _roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> dict[int, str]:
-    every = ranks["rank"].to_list()
-    if len(every) <= FEW_RANKS:
-        return dict.fromkeys(every, "")
+def _describe_roles(graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]) -> dict[int, str]:
+    rank_numbers = ranks["rank"].to_list()
+    if len(rank_numbers) <= MAX_RANKS_SHOWN:
+        return dict.fromkeys(rank_numbers, "")
     work = pl.when(pl.col("kind").is_in(list(_DEVICE_WORK))).then("duration_ns").otherwise(0)
-    own = graph.nodes.with_columns(changed=pl.Series(changed)).group_by("rank").agg(
+    rank_changes = graph.nodes.with_columns(changed=pl.Series(changed)).group_by("rank").agg(
         computes=work.sum(), changes=pl.col("duration_ns").filter("changed").sum()
     )  # fmt: skip
-    by_rank = ranks.join(own, on="rank", how="left").fill_null(0)
+    rank_totals = ranks.join(rank_changes, on="rank", how="left").fill_null(0)
     # ranks that wait for each other take equally long: of these the one that computes longest is the slowest
-    order = by_rank.sort("before_ns", "computes", "rank")["rank"].to_list()
-    gains = by_rank.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
-    changes = by_rank.sort("changes", -pl.col("rank"))
+    order = rank_totals.sort("before_ns", "computes", "rank")["rank"].to_list()
+    gains = rank_totals.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
+    changes = rank_totals.sort("changes", -pl.col("rank"))
     deciding = []  # the rank that most of each path belongs to
     for path in paths:
         spent = graph.nodes.select("rank", "work_ns")[path].drop_nulls().group_by("rank").agg(pl.col("work_ns").sum())
         deciding += spent.sort("work_ns", -pl.col("rank"))["rank"].to_list()[-1:]
-    words = ("decides how long it takes",) if len(set(deciding)) == 1 else ("decides it before", "decides it after")
-    places = list(zip(deciding, words, strict=False))
-    places += [(order[-1], "the slowest"), (gains[-1], "gains most")]
+    labels = ("decides how long it takes",) if len(set(deciding)) == 1 else ("decides it before", "decides it after")
+    role_places = list(zip(deciding, labels, strict=False))
+    role_places += [(order[-1], "the slowest"), (gains[-1], "gains most")]
     if changes["changes"].sum() and changes["changes"][-1] > 2 * changes["changes"].median():  # type: ignore[operator]
-        places.append((changes["rank"][-1], "changed most"))
-    places.append((order[(len(order) - 1) // 2], "the median one"))
+        role_places.append((changes["rank"][-1], "changed most"))
+    role_places.append((order[(len(order) - 1) // 2], "the median one"))
     roles: dict[int, str] = {}
-    for rank, role in places:
+    for rank, role in role_places:
         roles[rank] = f"{roles[rank]}, {role}" if rank in roles else role
     return roles
 
 
-_COARSEST = 256  # pieces of a lane at the least, however many lanes there are
+_MIN_CELLS = 256  # pieces of a lane at the least, however many lanes there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class MergedNodes:
     grain_ns: int
 
 
-def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
+def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
     """Put nodes together until there are few enough.
 
     Neighbours on a lane become one piece when all of them lie in the same stretch of time before and in the same
@@ -195,20 +195,20 @@ def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
     span = max(int(end.max()), 1) if end.size else 1
     grain, heads = 0, np.arange(lane.size)
     cells = 1 << 17
-    while heads.size > limit and cells >= _COARSEST:
+    while heads.size > limit and cells >= _MIN_CELLS:
         grain = -(-span // cells)
         long: Bools = np.any(end - start >= grain, axis=0)
         new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
         # nothing can be seen of a node that is gone: it does not separate its neighbours
         for cell in np.where(end > start, start // grain, -1):
             latest = np.maximum.accumulate(np.where(cell >= 0, np.arange(cell.size), 0))
-            held = cell[latest]
-            new |= np.diff(held, prepend=held[:1] - 1 if held.size else -1) != 0
+            latest_cells = cell[latest]
+            new |= np.diff(latest_cells, prepend=latest_cells[:1] - 1 if latest_cells.size else -1) != 0
         heads = np.flatnonzero(new)
         cells = cells * 3 // 4
     if heads.size > limit:  # where after is in another order than before, stretches part few neighbours or all
-        of_lanes = np.flatnonzero(np.diff(lane, prepend=-1))
-        heads = np.union1d(of_lanes, heads[:: -(-heads.size // limit)])
+        lane_starts = np.flatnonzero(np.diff(lane, prepend=-1))
+        heads = np.union1d(lane_starts, heads[:: -(-heads.size // limit)])
     if not heads.size:
         none = np.zeros((2, 0), dtype=np.int64)
         return MergedNodes(lane[:0], none, none, none, heads, heads, order, grain)
@@ -217,31 +217,36 @@ def pieces(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
     group = np.repeat(np.arange(heads.size), count)
     first = np.minimum.reduceat(np.where(present, start, np.iinfo(np.int64).max), heads, axis=1)
     last = np.maximum.reduceat(np.where(present, end, -1), heads, axis=1)
-    gone = last < 0
+    absent = last < 0
     longest = np.empty((2, heads.size), dtype=np.int64)
     for side in (0, 1):
         # the longest node of each piece comes first
-        by = np.lexsort((-(end[side] - start[side]), group))
-        longest[side] = order[by[heads]]
+        node_order = np.lexsort((-(end[side] - start[side]), group))
+        longest[side] = order[node_order[heads]]
     return MergedNodes(
-        lane[heads], np.where(gone, 0, first), np.where(gone, 0, last), np.where(gone, -1, longest), count, heads,
+        lane[heads], np.where(absent, 0, first), np.where(absent, 0, last), np.where(absent, -1, longest), count, heads,
         order, grain,
     )  # fmt: skip
 
 
-LIMIT = 40_000  # pieces, each drawn twice: at most about half a megabyte of page
-_STRETCHES = 3_000  # of each critical path
-_SEEN = 2_000  # parts of the picture: what is shorter does not part the line of a path
-_NAMES = 200_000  # characters of all names together
+MAX_PIECES = 40_000  # pieces, each drawn twice: at most about half a megabyte of page
+_MAX_STRETCHES = 3_000  # of each critical path
+_PICTURE_PARTS = 2_000  # parts of the picture: what is shorter does not part the line of a path
+_MAX_NAME_CHARS = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
-_UNNAMED = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
+_DEFAULT_NAMES = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
 # Files of other writers name no categories.
-_ALIKE = {gs.KERNEL: "kernel", gs.COPY: "copy", gs.FILL: "fill", gs.HOST: "op", gs.LAUNCH: "runtime"}
-_WORDS = {gs.THINK: "python", gs.WAIT: "other", gs.BLOCK: "sync", **dict.fromkeys(gs.COMMUNICATION, "collective")}
+_DEFAULT_CATEGORIES = {gs.KERNEL: "kernel", gs.COPY: "copy", gs.FILL: "fill", gs.HOST: "op", gs.LAUNCH: "runtime"}
+_KIND_CATEGORIES = {
+    gs.THINK: "python",
+    gs.WAIT: "other",
+    gs.BLOCK: "sync",
+    **dict.fromkeys(gs.COMMUNICATION, "collective"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class BeforeAfter:
+class BeforeAfterTimeline:
     """The picture.
 
     Attributes:
@@ -255,7 +260,7 @@ class BeforeAfter:
     said: str
 
 
-def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = LIMIT) -> BeforeAfter | None:
+def build(graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = MAX_PIECES) -> BeforeAfterTimeline | None:
     """Pack the timelines before and after changes; None where the graph has nothing to draw.
 
     Args:
@@ -276,10 +281,10 @@ def pack_both(
     changed: Bools,
     ranks_of: pl.DataFrame,
     *,
-    limit: int = LIMIT,
-    words: tuple[str, str] = ("before", "after"),
+    limit: int = MAX_PIECES,
+    labels: tuple[str, str] = ("before", "after"),
     paths: bool = True,
-) -> BeforeAfter | None:
+) -> BeforeAfterTimeline | None:
     """Pack the timelines of the same nodes at two times; None where there is nothing to draw.
 
     Args:
@@ -288,33 +293,36 @@ def pack_both(
         changed: What is marked, shape (nodes,).
         ranks_of: rank, before_ns, after_ns, saved_ns of each rank.
         limit: The most pieces of time to embed.
-        words: What the two sides are called.
+        labels: What the two sides are called.
         paths: Whether the critical paths are drawn.
     """
-    critical = [critical_path(graph), critical_path(other)] if paths else []
-    chosen = select_lanes(graph, ranks_of, changed, [path.nodes for path in critical] or [np.zeros(0, dtype=np.int64)])
+    critical = [find_critical_path(graph), find_critical_path(other)] if paths else []
+    selected = select_lanes(
+        graph, ranks_of, changed, [path.nodes for path in critical] or [np.zeros(0, dtype=np.int64)]
+    )
     times = (graph.point_times(), other.point_times())
     zero = [int(time.min()) for time in times]
     start, end = (np.stack([time[side::2] - z for time, z in zip(times, zero, strict=True)]) for side in (0, 1))
     slots = np.full(graph.lanes.height + 1, -1, dtype=np.int64)
-    slots[chosen.lanes["lane"].to_numpy()] = np.arange(chosen.lanes.height)
+    slots[selected.lanes["lane"].to_numpy()] = np.arange(selected.lanes.height)
     lane = slots[graph.nodes["lane"].fill_null(graph.lanes.height).to_numpy()]
-    drawn = np.flatnonzero((lane >= 0) & (end > start).any(axis=0))
-    if not drawn.size:
+    visible_nodes = np.flatnonzero((lane >= 0) & (end > start).any(axis=0))
+    if not visible_nodes.size:
         return None
-    made = pieces(lane[drawn], start[:, drawn], end[:, drawn], limit)
-    columns, tables, counts = _columns(graph, made, drawn, changed)
+    merged = merge_nodes(lane[visible_nodes], start[:, visible_nodes], end[:, visible_nodes], limit)
+    columns, tables, counts = _build_columns(graph, merged, visible_nodes, changed)
     before_ns, after_ns = (int(np.ptp(time)) for time in times)
     longest = max(before_ns, after_ns, 1)
     spans = {row["rank"]: row for row in ranks_of.to_dicts()}
     ranks: list[dict[str, object]] = []
-    for rank, why in chosen.ranks.items():
+    for rank, reason in selected.ranks.items():
         row = spans[rank]
-        durations = f"{units.duration(row['before_ns'])} {words[0]}, {units.duration(row['after_ns'])} {words[1]}"
+        durations = f"{units.format_duration(row['before_ns'])} {labels[0]}, {units.format_duration(row['after_ns'])} {labels[1]}"
         ranks.append({"rank": rank, "host": None, "steps": [], "memory": [], "curves": [],
-                      "said": f"{why[0].upper()}{why[1:]}: {durations}" if why else durations})  # fmt: skip
+                      "said": f"{reason[0].upper()}{reason[1:]}: {durations}" if reason else durations})  # fmt: skip
     before, after = (
-        _stretches(critical[side], start[side], end[side], 2 * lane + side, longest) if paths else [] for side in (0, 1)
+        _build_path_stretches(critical[side], start[side], end[side], 2 * lane + side, longest) if paths else []
+        for side in (0, 1)
     )
     both = {"step": None, "start": 0, "end": before_ns, "stretches": before, "after": after}
     header = {
@@ -322,100 +330,101 @@ def pack_both(
         "epoch_ns": str(graph.epoch_ns + zero[0]),
         "span_ns": longest,
         "ranks": ranks,
-        "lanes": _lanes(chosen, counts, words),
+        "lanes": _build_lanes(selected, counts, labels),
         "path": both if before or after else None,
         "open": True,
         **tables,
     }
-    sentences = [chosen.sentence()]
-    if made.grain_ns:
+    sentences = [selected.sentence()]
+    if merged.grain_ns:
         sentences.append(
-            f"What is shorter than {units.duration(made.grain_ns)} is drawn together with its neighbours; "
+            f"What is shorter than {units.format_duration(merged.grain_ns)} is drawn together with its neighbours; "
             "`-o after.perfetto.json.gz` has all of it."
         )
-    return BeforeAfter(pack(header, columns), made.lane.size, " ".join(filter(None, sentences)))
+    return BeforeAfterTimeline(pack(header, columns), merged.lane.size, " ".join(filter(None, sentences)))
 
 
-def _columns(
-    graph: Graph, made: MergedNodes, drawn: ArrayTypesInts, changed: Bools
+def _build_columns(
+    graph: Graph, merged: MergedNodes, visible_nodes: ArrayTypesInts, changed: Bools
 ) -> tuple[dict[str, ArrayTypesInts], dict[str, object], list[int]]:
     """The columns of the events, the texts they point to, and how many events each lane has."""
-    present = made.end > made.start
-    side, piece = np.nonzero(present)
-    lane, start = made.lane[piece] * 2 + side, made.start[side, piece]
+    present = merged.end > merged.start
+    side, piece_index = np.nonzero(present)
+    lane, start = merged.lane[piece_index] * 2 + side, merged.start[side, piece_index]
     order = np.lexsort((start, lane))
-    side, piece, lane, start = side[order], piece[order], lane[order], start[order]
-    duration = made.end[side, piece] - start
-    position = np.zeros((2, made.lane.size), dtype=np.int64)
-    position[side, piece] = np.arange(1, side.size + 1)
-    twin = position[1 - side, piece]
-    marks = np.add.reduceat(changed[drawn[made.order]].astype(np.int64), made.first) > 0
-    counts = np.bincount(lane, minlength=2 * (int(made.lane.max()) + 1)).tolist()
+    side, piece_index, lane, start = side[order], piece_index[order], lane[order], start[order]
+    duration = merged.end[side, piece_index] - start
+    position = np.zeros((2, merged.lane.size), dtype=np.int64)
+    position[side, piece_index] = np.arange(1, side.size + 1)
+    twin = position[1 - side, piece_index]
+    marks = np.add.reduceat(changed[visible_nodes[merged.order]].astype(np.int64), merged.first) > 0
+    counts = np.bincount(lane, minlength=2 * (int(merged.lane.max()) + 1)).tolist()
     unit = max(int(np.gcd.reduce([np.gcd.reduce(start), np.gcd.reduce(duration)])), 1)
     # Name and kind of each event, as numbers of a table; names beyond what a page can hold are left out
-    of = graph.nodes.select("name", "kind", "category")[drawn[made.longest[side, piece]]]
+    labelled_nodes = graph.nodes.select("name", "kind", "category")[visible_nodes[merged.longest[side, piece_index]]]
     kind = pl.col("kind").cast(pl.String)
-    words = kind.replace_strict(_WORDS, default=None, return_dtype=pl.String)
-    alike = kind.replace_strict(_ALIKE, default=None, return_dtype=pl.String)
-    frame = of.select(
-        name=kind.replace_strict(_UNNAMED, default=None, return_dtype=pl.String).fill_null(pl.col("name")),
-        category=pl.coalesce(words, pl.col("category").cast(pl.String), alike, pl.lit("other")),
+    kind_categories = kind.replace_strict(_KIND_CATEGORIES, default=None, return_dtype=pl.String)
+    alike = kind.replace_strict(_DEFAULT_CATEGORIES, default=None, return_dtype=pl.String)
+    frame = labelled_nodes.select(
+        name=kind.replace_strict(_DEFAULT_NAMES, default=None, return_dtype=pl.String).fill_null(pl.col("name")),
+        category=pl.coalesce(kind_categories, pl.col("category").cast(pl.String), alike, pl.lit("other")),
         time=pl.Series(duration),
     ).with_columns(name=pl.col("name").fill_null("").str.slice(0, 4 * _NAME))
     table = frame.group_by("name", "category").agg(pl.col("time").sum()).sort(
         "time", "name", "category", descending=[True, False, False]
     )  # fmt: skip
-    room = pl.col("name").str.len_chars().clip(upper_bound=_NAME).cum_sum() <= _NAMES
-    table = table.with_columns(shown=pl.when(room).then("name").otherwise(pl.lit("(name left out)")))
-    shown = table.select("shown", "category").unique(maintain_order=True).with_row_index("label")
-    numbered = table.join(shown, on=["shown", "category"], maintain_order="left")
+    fits_budget = pl.col("name").str.len_chars().clip(upper_bound=_NAME).cum_sum() <= _MAX_NAME_CHARS
+    table = table.with_columns(shown=pl.when(fits_budget).then("name").otherwise(pl.lit("(name left out)")))
+    visible_labels = table.select("shown", "category").unique(maintain_order=True).with_row_index("label")
+    numbered = table.join(visible_labels, on=["shown", "category"], maintain_order="left")
     label = frame.join(numbered, on=["name", "category"], how="left", maintain_order="left")["label"]
-    names = [short(name, _NAME) for name in shown["shown"].to_list()]
+    names = [fit_name(name, _NAME) for name in visible_labels["shown"].to_list()]
     codes = {name: code for code, name in enumerate(CATEGORIES)}
-    kinds = shown["category"].to_list()
+    kinds = visible_labels["category"].to_list()
     labels = {
         "categories": list(CATEGORIES),
         "labels": [[name, codes[kind]] for name, kind in zip(names, kinds, strict=True)],
-        "short": {i: short(name, _SHORT) for i, name in enumerate(names) if len(name) > _SHORT},
+        "short": {i: fit_name(name, _SHORT) for i, name in enumerate(names) if len(name) > _SHORT},
         "communication": [i for i, kind in enumerate(kinds) if kind == "collective"],
     }
-    count, facts = np.unique(made.count[piece], return_inverse=True)
-    alone = int(count[0] == 1)
+    count, facts = np.unique(merged.count[piece_index], return_inverse=True)
+    single_piece = int(count[0] == 1)
     nothing = np.zeros(side.size, dtype=np.int64)
     columns = {
-        "start": lane_steps(start // unit, counts),
-        "duration": zigzag(duration // unit),
+        "start": encode_start_deltas(start // unit, counts),
+        "duration": encode_zigzag(duration // unit),
         "clip": nothing,
         "label": label.cast(pl.Int64).to_numpy(),
-        "fact": facts.reshape(-1).astype(np.int64) + 1 - alone,
+        "fact": facts.reshape(-1).astype(np.int64) + 1 - single_piece,
         "correlation": nothing,
         "launch": nothing,
         "forward": nothing,
-        "twin": sparse(twin, twin > 0),
-        "changed": marks[piece].astype(np.int64),
+        "twin": encode_sparse(twin, twin > 0),
+        "changed": marks[piece_index].astype(np.int64),
     }
     fact_texts = [
-        f"stands for\x1f{units.count(number)} pieces; the longest is named" for number in count.tolist()[alone:]
+        f"stands for\x1f{units.format_count(number)} pieces; the longest is named"
+        for number in count.tolist()[single_piece:]
     ]
     return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
 
 
-def _lanes(chosen: LanesShown, counts: list[int], words: tuple[str, str]) -> list[dict[str, object]]:
-    indices = {rank: index for index, rank in enumerate(chosen.ranks)}
+def _build_lanes(selected: SelectedLanes, counts: list[int], labels: tuple[str, str]) -> list[dict[str, object]]:
+    indices = {rank: index for index, rank in enumerate(selected.ranks)}
     out: list[dict[str, object]] = []
-    for number, row in enumerate(chosen.lanes.to_dicts()):
+    for number, row in enumerate(selected.lanes.to_dicts()):
         for side, word in enumerate(("before", "after")):
             title = sanitize(row["title"] or "")
             out.append({
-                "trace": indices[row["rank"]], "kind": row["kind"], "name": f"{title}, {words[side]}",
-                "label": words[side] if side else title,
+                "trace": indices[row["rank"]], "kind": row["kind"], "name": f"{title}, {labels[side]}",
+                "label": labels[side] if side else title,
                 "device": row["device"], "stream": row["stream"], "process": row["process"], "thread": row["thread"],
                 "count": counts[2 * number + side] if 2 * number + side < len(counts) else 0, "side": word,
             })  # fmt: skip
     return out
 
 
-def _stretches(
+def _build_path_stretches(
     path: Path, start: ArrayTypesInts, end: ArrayTypesInts, lane: ArrayTypesInts, span: int
 ) -> list[list[int]]:
     """The nodes of a critical path on the lanes that are drawn; neighbours on a lane as one where there are many.
@@ -423,21 +432,21 @@ def _stretches(
     Returns:
         [lane, start, end], and a trailing 1 where the path came there over lanes that are not drawn.
     """
-    every = path.nodes[::-1]
-    shown = (lane[every] >= 0) & (end[every] > start[every])
-    nodes = every[shown]
-    elsewhere = np.cumsum(np.where(lane[every] < 0, end[every] - start[every], 0))[shown]
-    jumps = np.diff(elsewhere, prepend=elsewhere[:1]) > span // _SEEN
+    path_nodes = path.nodes[::-1]
+    visible = (lane[path_nodes] >= 0) & (end[path_nodes] > start[path_nodes])
+    nodes = path_nodes[visible]
+    elsewhere = np.cumsum(np.where(lane[path_nodes] < 0, end[path_nodes] - start[path_nodes], 0))[visible]
+    jumps = np.diff(elsewhere, prepend=elsewhere[:1]) > span // _PICTURE_PARTS
     grain, heads = 0, np.arange(nodes.size)
-    while heads.size > _STRETCHES:
-        grain = max(2 * grain, -(-span // (8 * _STRETCHES)))
+    while heads.size > _MAX_STRETCHES:
+        grain = max(2 * grain, -(-span // (8 * _MAX_STRETCHES)))
         key = np.unique(np.stack([start[nodes] // grain, lane[nodes]]), axis=1, return_inverse=True)[1].reshape(-1)
-        by = np.lexsort((start[nodes], key))
-        nodes, key, jumps = nodes[by], key[by], jumps[by]
+        sort_order = np.lexsort((start[nodes], key))
+        nodes, key, jumps = nodes[sort_order], key[sort_order], jumps[sort_order]
         heads = np.flatnonzero(np.diff(key, prepend=-1))
     if not heads.size:
         return []
     first, last = np.minimum.reduceat(start[nodes], heads), np.maximum.reduceat(end[nodes], heads)
-    by = np.argsort(first, kind="stable")
-    stretches: list[list[int]] = np.stack([lane[nodes[heads]], first, last, jumps[heads]], axis=1)[by].tolist()
-    return [stretch if stretch[-1] else stretch[:-1] for stretch in stretches]
+    sort_order = np.argsort(first, kind="stable")
+    segments: list[list[int]] = np.stack([lane[nodes[heads]], first, last, jumps[heads]], axis=1)[sort_order].tolist()
+    return [segment if segment[-1] else segment[:-1] for segment in segments]

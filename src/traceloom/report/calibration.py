@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.report.labels import short
-from traceloom.report.views.terminal_table import Cell, TextColumn, heading, lines, paragraph
+from traceloom.report.labels import fit_name
+from traceloom.report.views.terminal_table import Cell, TextColumn, render_heading, render_paragraph, render_table
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
 from traceloom.workload.simulate.calibrate import Calibration
-from traceloom.workload.simulate.machine_file import machine_document
+from traceloom.workload.simulate.machine_file import build_document
 
 if TYPE_CHECKING:
     from traceloom.report.documents.calibration import CalibrationDocument, TransferFitRow
@@ -32,7 +32,7 @@ def build_calibration(answer: Calibration) -> CalibrationDocument:
         "traceloom": __version__,
         "sentence": summarise_calibration(answer),
         "transfers": to_rows(answer.transfers),
-        "machine": machine_document(answer.machine),
+        "machine": build_document(answer.machine),
         "notices": [notice.to_dict() for notice in answer.notices],
     }
 
@@ -51,37 +51,38 @@ def summarise_calibration(answer: Calibration) -> str:
 
 def render_calibration(document: CalibrationDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
-    yield Text(short(document["machine"].get("name", ""), width), "bold")
+    yield Text(fit_name(document["machine"].get("name", ""), width), "bold")
     yield Text("")
-    yield from paragraph(document["sentence"], width)
+    yield from render_paragraph(document["sentence"], width)
     transfers = document["transfers"]
     if transfers:
         yield from _transfer_lines(transfers, width)
     peaks = document["machine"].get("device", {}).get("peaks", {})
     if peaks:
         rates = [
-            f"{name} {(units.byte_rate if name == 'memory' else units.flop_rate)(peak)}" for name, peak in peaks.items()
+            f"{name} {(units.format_byte_rate if name == 'memory' else units.format_flop_rate)(peak)}"
+            for name, peak in peaks.items()
         ]
         yield Text("")
-        yield from paragraph(f"The device reached {', '.join(rates)}.", width)
+        yield from render_paragraph(f"The device reached {', '.join(rates)}.", width)
     for notice in document["notices"]:
         yield Text("")
-        yield from paragraph(f"{sanitize(notice['message'])}.", width)
+        yield from render_paragraph(f"{sanitize(notice['message'])}.", width)
 
 
 def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator[Text]:
     """The fits as lines on a terminal, with a heading."""
-    yield from heading("Transfers", "latency + bytes on the bus / bandwidth", width)
+    yield from render_heading("Transfers", "latency + bytes on the bus / bandwidth", width)
     cells: list[list[Cell]] = [
         [
             f"{row['ranks']} {_SPANS[row['span']]}",
-            " - ".join(dict.fromkeys(units.size(size) for size in (row["from_bytes"], row["to_bytes"]))),
+            " - ".join(dict.fromkeys(units.format_size(size) for size in (row["from_bytes"], row["to_bytes"]))),
             f"{row['count']:,}",
-            units.duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",
+            units.format_duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",
             f"{row['bandwidth']:.3g} GB/s" if row["bandwidth"] else "",
             f"{100 * row['residual_p10']:+.0f} {100 * row['residual_p90']:+.0f} %",
         ]
         for row in transfers
     ]
     columns = [TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")]
-    yield from lines(columns, cells, ("", lambda i, room: short(transfers[i]["collective"], room)), width)
+    yield from render_table(columns, cells, ("", lambda i, room: fit_name(transfers[i]["collective"], room)), width)

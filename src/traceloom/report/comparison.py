@@ -13,13 +13,13 @@ from rich.text import Text
 from traceloom import __version__
 from traceloom.analyze import Comparison
 from traceloom.report.document import Col, ReportOptions, Table
-from traceloom.report.figure import bar, draw_icicle, legend, text
-from traceloom.report.labels import short
+from traceloom.report.figure import draw_icicle, draw_stacked_bar, escape_html, render_legend
+from traceloom.report.labels import fit_name
 from traceloom.report.views import terminal
-from traceloom.report.views.page import key_numbers, list_sections, render_page
-from traceloom.report.views.page_table import table
-from traceloom.report.views.terminal import table_lines
-from traceloom.report.views.terminal_table import DIM, paragraph
+from traceloom.report.views.page import list_sections, render_key_numbers, render_page
+from traceloom.report.views.page_table import render_html_table
+from traceloom.report.views.terminal import render_declared_table
+from traceloom.report.views.terminal_table import DIM_STYLE, render_paragraph
 from traceloom.system import units
 from traceloom.system.files import restore_addresses
 from traceloom.trace.frames import to_rows
@@ -86,22 +86,22 @@ def _run(run: Session) -> ComparedRunValue:
     return {"name": run.name, "inputs": inputs, "notices": [notice.to_dict() for notice in run.all_notices()]}
 
 
-_LAUNCHED = "of the GPU work that it launched itself, whenever it ran"
-_ON_THREAD = "of the step's thread in it, not below it"
+_LAUNCHED_HINT = "of the GPU work that it launched itself, whenever it ran"
+_ON_THREAD_HINT = "of the step's thread in it, not below it"
 _SEPARATOR = " > "
-_HALF = 33  # letters of each of two names that stand for each other
-_DEEP = 3  # names of a path that are shown beside an operator
+_RENAME_WIDTH = 33  # letters of each of two names that stand for each other
+_MAX_PATH_NAMES = 3  # names of a path that are shown beside an operator
 
 
-def tables(document: ComparisonDocument) -> Iterator[Table]:
+def build_tables(document: ComparisonDocument) -> Iterator[Table]:
     """Conditions that differ, then parts of the step, kernels and operators that changed."""
     note = "Where a decisive one differs, times cannot be held against each other."
-    yield from conditions(document, "diff-conditions", note)
+    yield from build_conditions_table(document, "diff-conditions", note)
     parts = [
         {**row, "name": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
         for row in sorted(document["breakdown"], key=lambda row: -abs(row["difference_ns"]))
     ]
-    whole = {
+    step_times = {
         "base_ns": document["base_ns"],
         "new_ns": document["new_ns"],
         "difference_ns": document["difference_ns"],
@@ -111,8 +111,8 @@ def tables(document: ComparisonDocument) -> Iterator[Table]:
     yield Table(
         "diff-parts",
         "Where the difference lies",
-        [*_times("mean per step", adds_up=True), Col("name", "Part", "name")],
-        [*parts, {"name": "the step", **whole, "of_step": document["change"]}],
+        [*_build_time_columns("mean per step", adds_up=True), Col("name", "Part", "name")],
+        [*parts, {"name": "the step", **step_times, "of_step": document["change"]}],
         note=f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their "
         "differences.",
     )
@@ -122,7 +122,7 @@ def tables(document: ComparisonDocument) -> Iterator[Table]:
             "Kernels, copies and fills",
             [
                 Col("status", "What"),
-                *_times("mean per step", adds_up=True),
+                *_build_time_columns("mean per step", adds_up=True),
                 Col("operator", "Operator", hint="the operator that launched it"),
                 Col("count", "Count", hint="launched per step", narrow=False),
                 Col("name", "Kernel", "name"),
@@ -130,12 +130,12 @@ def tables(document: ComparisonDocument) -> Iterator[Table]:
             [
                 {
                     **row,
-                    "name": _renamed(row["base_kernel"], row["new_kernel"]),
-                    "count": _counts(row["base_count"], row["new_count"]),
+                    "name": _format_rename(row["base_kernel"], row["new_kernel"]),
+                    "count": _format_call_counts(row["base_count"], row["new_count"]),
                 }
                 for row in rows
             ],
-            note=f"Of {len(document['kernels'])}: {_statuses(row['status'] for row in rows)}. Kernels of one operator "
+            note=f"Of {len(document['kernels'])}: {_format_status_counts(row['status'] for row in rows)}. Kernels of one operator "
             "stand for each other, whatever their names.",
         )
     operators = document["operators"]
@@ -144,12 +144,16 @@ def tables(document: ComparisonDocument) -> Iterator[Table]:
             row for row in operators if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
         ]
         title = "Operators by GPU work"
-        yield from _operators(changed, len(operators), "diff-operators", title, of="duration_", hint=_LAUNCHED)
+        yield from _build_operators_table(
+            changed, len(operators), "diff-operators", title, prefix="duration_", hint=_LAUNCHED_HINT
+        )
     changed = [row for row in operators if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])]
-    yield from _operators(changed, len(operators), "diff-host", "Operators by host time", of="host_", hint=_ON_THREAD)
+    yield from _build_operators_table(
+        changed, len(operators), "diff-host", "Operators by host time", prefix="host_", hint=_ON_THREAD_HINT
+    )
 
 
-def conditions(document: ComparisonDocument | VerdictDocument, key: str, note: str) -> Iterator[Table]:
+def build_conditions_table(document: ComparisonDocument | VerdictDocument, key: str, note: str) -> Iterator[Table]:
     """The conditions that differ, where there are any; the note where a decisive one does."""
     columns = [
         Col("condition", "Condition", kept=True),
@@ -161,16 +165,16 @@ def conditions(document: ComparisonDocument | VerdictDocument, key: str, note: s
         yield Table(key, "Conditions that differ", columns, differ, note="" if document["comparable"] else note)
 
 
-def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
-    """Both sides and what changed; `of` is the prefix of the row's keys, which are of `base_{of}ns` then."""
-    difference = f"{of}difference_ns"
+def _build_time_columns(hint: str, prefix: str = "", *, adds_up: bool = False) -> list[Col]:
+    """Both sides and what changed; `prefix` is the prefix of the row's keys, which are of `base_{of}ns` then."""
+    difference = f"{prefix}difference_ns"
     return [
-        Col(f"base_{of}ns", "Base", "time", hint, kept=True, scale="sides"),
-        Col(f"new_{of}ns", "New", "time", hint, kept=True, scale="sides"),
+        Col(f"base_{prefix}ns", "Base", "time", hint, kept=True, scale="sides"),
+        Col(f"new_{prefix}ns", "New", "time", hint, kept=True, scale="sides"),
         Col(difference, "Difference", "time", "new less base", kept=True, scale="sides"),
-        Col(f"{of}change", "Change", "change", "of the row itself: new over base, less 1"),
+        Col(f"{prefix}change", "Change", "change", "of the row itself: new over base, less 1"),
         Col(
-            f"{of}of_step",
+            f"{prefix}of_step",
             "Of step",
             "change",
             "the difference as a share of the base's step" + "; adds up to the change of the step" * adds_up,
@@ -179,59 +183,59 @@ def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
     ]
 
 
-def _operators(
-    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, *, of: str, hint: str
+def _build_operators_table(
+    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, *, prefix: str, hint: str
 ) -> Iterator[Table]:
     """The operators that changed by one of their times, of so many, the largest differences first."""
-    status: Literal["host_status", "status"] = "host_status" if of == "host_" else "status"
+    status: Literal["host_status", "status"] = "host_status" if prefix == "host_" else "status"
     difference: Literal["host_difference_ns", "duration_difference_ns"] = (
-        "host_difference_ns" if of == "host_" else "duration_difference_ns"
+        "host_difference_ns" if prefix == "host_" else "duration_difference_ns"
     )
     rows: list[dict[str, object]] = []
     for row in sorted(changed, key=lambda row: -abs(row[difference])):
         # the operator first, then what it stands in, the nearest first
         names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
-        at = " in ".join(names[:_DEEP]) + (" in …" if len(names) > _DEEP else "")
-        rows.append({**row, "at": at, "count": _counts(row["base_count"], row["new_count"])})
+        location = " in ".join(names[:_MAX_PATH_NAMES]) + (" in …" if len(names) > _MAX_PATH_NAMES else "")
+        rows.append({**row, "at": location, "count": _format_call_counts(row["base_count"], row["new_count"])})
     if rows:
         yield Table(
             key,
             title,
             [
                 Col(status, "What"),
-                *_times(hint, of, adds_up=of == "host_"),
+                *_build_time_columns(hint, prefix, adds_up=prefix == "host_"),
                 Col("count", "Count", hint="calls per step", narrow=False),
                 Col("at", "Operator", "name", "and what it stands in, the nearest first"),
             ],
             rows,
-            note=f"Of {count}: {_statuses(row[status] for row in changed)}. Times {hint}; aligned by place (with "
+            note=f"Of {count}: {_format_status_counts(row[status] for row in changed)}. Times {hint}; aligned by place (with "
             "a replay: by name), shapes and order.",
         )
 
 
-def _statuses(statuses: Iterable[str]) -> str:
+def _format_status_counts(statuses: Iterable[str]) -> str:
     """How many of each status, as words."""
     return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items())
 
 
-def _counts(base: float, new: float) -> str:
+def _format_call_counts(base: float, new: float) -> str:
     """How often per step, on both sides where they differ."""
-    before, after = units.number(base), units.number(new)
+    before, after = units.format_number(base), units.format_number(new)
     return before if before == after else f"{before} → {after}"
 
 
-def _renamed(base: str | None, new: str | None) -> str:
+def _format_rename(base: str | None, new: str | None) -> str:
     if base == new or new is None:
-        return base or units.NONE
-    return new if base is None else f"{short(base, _HALF)} → {short(new, _HALF)}"
+        return base or units.UNKNOWN_TEXT
+    return new if base is None else f"{fit_name(base, _RENAME_WIDTH)} → {fit_name(new, _RENAME_WIDTH)}"
 
 
-Section = tuple[str, str, str, str]
+RenderedSection = tuple[str, str, str, str]
 """Id, title, note, HTML."""
 
 _COLOURS = {"compute": "compute", "communication": "communication", "copies": "memory", "operators": "op"}
-_UNKNOWN = dict.fromkeys(("change", "duration_change", "host_change"), "the base has none of it")
-_MOST_BOXES = 1_000  # of the call tree; the JSON has all
+_UNKNOWN_REASONS = dict.fromkeys(("change", "duration_change", "host_change"), "the base has none of it")
+_MAX_BOXES = 1_000  # of the call tree; the JSON has all
 _SIDES: tuple[tuple[Literal["base", "new"], Literal["base_ns", "new_ns"]], ...] = (
     ("base", "base_ns"),
     ("new", "new_ns"),
@@ -251,7 +255,7 @@ def render(document: ComparisonDocument) -> str:
         Col("path", "File", "name"),
     ]
     files = [{"side": side, **entry} for side, _ in _SIDES for entry in document[side]["inputs"]]
-    data = standing(Table("diff-inputs", "Data", columns, files, note="What was read."))
+    data = render_table_section(Table("diff-inputs", "Data", columns, files, note="What was read."))
     # Both steps as bars of one scale
     longest = max(document["base_ns"], document["new_ns"], 1)
     out = []
@@ -261,45 +265,49 @@ def render(document: ComparisonDocument) -> str:
             kind = row["part"].split(":")[0]
             sums[kind] = sums.get(kind, 0) + row[time]
         parts = [(kind, _COLOURS.get(kind, "idle"), ns) for kind, ns in sums.items()]
-        whole = document[time]
+        total_ns = document[time]
         out.append(
-            f'<p class="quiet">{side}: {units.duration(whole)}</p>{bar(parts, whole, longest)}{legend(parts, whole)}'
+            f'<p class="quiet">{side}: {units.format_duration(total_ns)}</p>{draw_stacked_bar(parts, total_ns, longest)}{render_legend(parts, total_ns)}'
         )
 
     def steps(side: str) -> str:
         count = sum(row["side"] == side for row in document["steps"])
         return f"mean of {count} steps" if count > 1 else "one step"
 
-    shown = [
+    key_numbers = [
         ("Base step", document["base_ns"], steps("base")),
         ("New step", document["new_ns"], steps("new")),
-        ("Difference", document["difference_ns"], f"{units.change(document['change'])} of the base"),
+        ("Difference", document["difference_ns"], f"{units.format_change(document['change'])} of the base"),
     ]
     return render_page(
         title=f"{document['sentence']} – {name}",
         name=name,
-        headline=f'<h1>{text(document["sentence"])}</h1><div class="answer-bar">' + "".join(out) + "</div>",
-        numbers=key_numbers((label, units.duration(ns), f"{ns} ns", more) for label, ns, more in shown),
+        headline=f'<h1>{escape_html(document["sentence"])}</h1><div class="answer-bar">' + "".join(out) + "</div>",
+        numbers=render_key_numbers(
+            (label, units.format_duration(ns), f"{ns} ns", detail) for label, ns, detail in key_numbers
+        ),
         footer=(
-            f"<p>Traceloom {text(document['traceloom'])}</p>"
+            f"<p>Traceloom {escape_html(document['traceloom'])}</p>"
             "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
         ),
-        **list_sections([*sections(document), data]),
+        **list_sections([*render_sections(document), data]),
     )
 
 
-def sections(document: ComparisonDocument) -> Iterator[Section]:
+def render_sections(document: ComparisonDocument) -> Iterator[RenderedSection]:
     """The tables of a comparison, with the call tree behind where the difference lies."""
-    for each in tables(document):
-        yield standing(each)
-        if each.key == "diff-parts" and (picture := call_tree(document["tree"])):
+    for table in build_tables(document):
+        yield render_table_section(table)
+        if table.key == "diff-parts" and (picture := call_tree(document["tree"])):
             yield "diff-tree-section", "Call tree", _TREE_NOTE, picture
 
 
-def standing(data_table: Table) -> Section:
+def render_table_section(data_table: Table) -> RenderedSection:
     """A table as a section of its own."""
-    drawn = table(data_table.key, data_table.columns, data_table.rows, _UNKNOWN, data_table.title)
-    return f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn
+    table_html = render_html_table(
+        data_table.key, data_table.columns, data_table.rows, _UNKNOWN_REASONS, data_table.title
+    )
+    return f"{data_table.key}-section", escape(data_table.title), escape_html(data_table.note), table_html
 
 
 def call_tree(tree: list[ComparedBoxRow]) -> str:
@@ -308,31 +316,33 @@ def call_tree(tree: list[ComparedBoxRow]) -> str:
     device = [(row["base_duration_ns"], row["new_duration_ns"]) for row in tree]
     wide: list[list[int]] = []  # the larger side of what a box took itself, and all boxes below it
     for times in (host, device):
-        own = [list(both) for both in times]
+        self_times = [list(both) for both in times]
         for row, both in zip(tree, times, strict=True):
             if (parent := row["parent"]) is not None:
-                own[parent] = [had - taken for had, taken in zip(own[parent], both, strict=True)]
-        widths = [max(both) for both in own]
-        for at in range(len(tree) - 1, 0, -1):
-            if (parent := tree[at]["parent"]) is not None:
-                widths[parent] += widths[at]
+                self_times[parent] = [had - nested_ns for had, nested_ns in zip(self_times[parent], both, strict=True)]
+        widths = [max(both) for both in self_times]
+        for index in range(len(tree) - 1, 0, -1):
+            if (parent := tree[index]["parent"]) is not None:
+                widths[parent] += widths[index]
         wide.append(widths)
-    weight = [max(sizes[at] / max(sizes[0], 1) for sizes in wide) for at in range(len(tree))]
+    weight = [max(sizes[index] / max(sizes[0], 1) for sizes in wide) for index in range(len(tree))]
     # A box is no larger than that above it, which stands before it: what is above a chosen box is chosen as well.
-    drawn = [at for at in range(len(tree)) if weight[at] > 0]
-    chosen = sorted(sorted(drawn, key=lambda at: -weight[at])[:_MOST_BOXES])
-    number = {at: k for k, at in enumerate(chosen)}
+    visible = [index for index in range(len(tree)) if weight[index] > 0]
+    selected = sorted(sorted(visible, key=lambda at: -weight[at])[:_MAX_BOXES])
+    number = {index: k for k, index in enumerate(selected)}
     nodes, sides = [], []
-    for at in chosen:
-        row = tree[at]
+    for index in selected:
+        row = tree[index]
         parent = row["parent"]
-        above = None if parent is None else number.get(parent)
-        nodes.append((above, row["name"], 0, wide[0][at], wide[1][at]))
-        sides.append({"count": (row["base_count"], row["new_count"]), "host": host[at], "device": device[at]})
-    words = (("faster", "less than in the base"), ("idle", "the same"), ("slower", "more, or new"))
-    colours = "".join(f'<li><i class="swatch b-{colour}"></i>{meaning}</li>' for colour, meaning in words)
-    small = len(drawn) - len(chosen)
-    note = f"{units.count(small)} smaller boxes are counted to those above them; the JSON has all." if small else ""
+        parent_number = None if parent is None else number.get(parent)
+        nodes.append((parent_number, row["name"], 0, wide[0][index], wide[1][index]))
+        sides.append({"count": (row["base_count"], row["new_count"]), "host": host[index], "device": device[index]})
+    legend = (("faster", "less than in the base"), ("idle", "the same"), ("slower", "more, or new"))
+    colours = "".join(f'<li><i class="swatch b-{colour}"></i>{description}</li>' for colour, description in legend)
+    small = len(visible) - len(selected)
+    note = (
+        f"{units.format_count(small)} smaller boxes are counted to those above them; the JSON has all." if small else ""
+    )
     picture = draw_icicle(nodes, label="Call tree of both runs by time", note=note, sides=sides)
     return f'<ul class="legend changes">{colours}</ul>{picture}' if nodes else ""
 
@@ -345,23 +355,23 @@ def show(document: ComparisonDocument, top: int, stream: TextIO) -> None:
         top: Rows of each table.
         stream: Where to; with colours where it is a terminal.
     """
-    terminal.put(partial(render_terminal, document, top), stream)
+    terminal.print_lines(partial(render_terminal, document, top), stream)
 
 
 def render_terminal(document: ComparisonDocument, top: int, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
-    yield from sides((document["base"]["name"], 1), (document["new"]["name"], 1), width)
-    yield from paragraph(document["sentence"], width, "bold")
-    for table in tables(document):
+    yield from render_sides((document["base"]["name"], 1), (document["new"]["name"], 1), width)
+    yield from render_paragraph(document["sentence"], width, "bold")
+    for table in build_tables(document):
         # What differs is never cut short: it decides how the rest is read.
         rows = len(table.rows) if table.key in ("diff-conditions", "diff-parts") else top
-        yield from table_lines(table, ReportOptions(top=rows), width)
+        yield from render_declared_table(table, ReportOptions(top=rows), width)
 
 
-def sides(base: tuple[str, int], new: tuple[str, int], width: int) -> Iterator[Text]:
+def render_sides(base: tuple[str, int], new: tuple[str, int], width: int) -> Iterator[Text]:
     """What the base and the new side are called, and of how many runs each is where they are several."""
     for side, (name, runs) in (("base", base), ("new", new)):
-        run_count = f" ({units.count_of(runs, 'run')})" if runs > 1 else ""
-        shown = short(name, width - 6 - len(run_count))
-        yield Text.assemble((f"{side:<5}", DIM), (shown, "bold"), run_count)
+        run_count = f" ({units.format_quantity(runs, 'run')})" if runs > 1 else ""
+        label = fit_name(name, width - 6 - len(run_count))
+        yield Text.assemble((f"{side:<5}", DIM_STYLE), (label, "bold"), run_count)
     yield Text("")

@@ -11,7 +11,7 @@ import polars as pl
 
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
-from traceloom.trace.columns import column
+from traceloom.trace.columns import find_column
 from traceloom.trace.frames import UNITS, to_rows
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Col:
     @property
     def numeric(self) -> bool:
         """Whether cells are aligned on the decimal and sorted as numbers."""
-        return self.kind in units.NUMBERS
+        return self.kind in units.NUMERIC_UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +109,22 @@ class Table:
     brief: bool = True
 
 
-def yes_or_no(value: bool | None) -> str | None:
+def format_yes_no(value: bool | None) -> str | None:
     """A cell that answers a question; None stays unknown."""
     return None if value is None else "yes" if value else "no"
 
 
-def written(column: Col, value: Any) -> str:
+def format_cell(column: Col, value: Any) -> str:
     """A cell as text, with its unit; `-` for what is unknown."""
     if column.numeric or value is None:
         return units.format_value(value, column.kind)
     return sanitize(str(value))
 
 
-_TIMES = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
+_TIME_COLUMNS = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
 
 # Path in the document -> why a value there can be unknown, where its column does not say. `[*]` stands for any row.
-REASONS = {
+UNKNOWN_REASONS = {
     "ranks[*].devices": "no GPU work was recorded",
     "ranks[*].gpu_account": "no GPU work was recorded",
     "answer.step_ns": "no trace marks steps that last",
@@ -173,29 +173,29 @@ REASONS = {
 class UnknownValues:
     """Collects the reasons while a document is built; a path is explained once."""
 
-    def __init__(self, epoch_ns: int, more: Mapping[str, str] | None = None) -> None:
+    def __init__(self, epoch_ns: int, extra_reasons: Mapping[str, str] | None = None) -> None:
         self.epoch_ns = epoch_ns
-        self._known = {**REASONS, **(more or {})}
+        self._known = {**UNKNOWN_REASONS, **(extra_reasons or {})}
         self._reasons: dict[str, str] = {}
 
     def say(self, path: str, reason: str | None = None) -> None:
         """Explain the unknown or empty value at `path`: by `reason`, else as the path or its column is declared."""
         if reason is None and (reason := self._known.get(path)) is None:
-            above, _, name = path.replace("[*]", "").rpartition(".")
+            parent_path, _, name = path.replace("[*]", "").rpartition(".")
             with suppress(KeyError):
-                reason = column(name, above).unknown
+                reason = find_column(name, parent_path).unknown
         self._reasons.setdefault(path, reason or "the trace does not say")
 
     def rows(self, frame: pl.DataFrame, path: str) -> list[Any]:
         """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""
-        times = [name for name in frame.columns if name in _TIMES]
+        times = [name for name in frame.columns if name in _TIME_COLUMNS]
         frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
         for name in frame.columns:
             if frame[name].null_count():
                 self.say(f"{path}[*].{name}")
         return to_rows(frame)
 
-    def listed(self, frame: pl.DataFrame, path: str) -> list[Any]:
+    def convert_list(self, frame: pl.DataFrame, path: str) -> list[Any]:
         """`rows` of a list that is itself explained where it is empty."""
         if not frame.height:
             self.say(path)
@@ -212,12 +212,12 @@ class UnknownValues:
         return [{"path": path, "reason": reason} for path, reason in sorted(self._reasons.items())]
 
 
-Shape = dict[str, Any]
+JsonSchema = dict[str, Any]
 """A JSON Schema."""
 
 
 @dataclass(frozen=True)
-class Part:
+class ListSchema:
     """A list in the document, with an object for each row of a frame.
 
     Attributes:
@@ -236,37 +236,37 @@ class Part:
     empty: str = ""
     ranked: bool = True
 
-    def schema(self) -> Shape:
+    def schema(self) -> JsonSchema:
         """Its JSON Schema."""
         columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
         nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
-        properties = {name: of_type(kind, nullable=name in nullable) for name, kind in columns.items()}
-        return {"description": self.what, "type": "array", "items": record(properties)}
+        properties = {name: build_type_schema(kind, nullable=name in nullable) for name, kind in columns.items()}
+        return {"description": self.what, "type": "array", "items": build_object_schema(properties)}
 
     def reasons(self, path: str) -> dict[str, str]:
         """Path in the document -> why a value there can be unknown, where its column does not say."""
-        rows = {f"{path}[*].{name}": why for name, why in self.unknown.items()}
+        rows = {f"{path}[*].{name}": reason for name, reason in self.unknown.items()}
         return {path: self.empty, **rows} if self.empty else rows
 
 
-def record(properties: Mapping[str, Shape], *, what: str = "") -> Shape:
+def build_object_schema(properties: Mapping[str, JsonSchema], *, description: str = "") -> JsonSchema:
     """An object with all these keys."""
-    shape: Shape = {"type": "object", "properties": dict(properties), "required": list(properties)}
-    return {"description": what, **shape} if what else shape
+    shape: JsonSchema = {"type": "object", "properties": dict(properties), "required": list(properties)}
+    return {"description": description, **shape} if description else shape
 
 
-def or_null(shape: Shape, *, what: str = "") -> Shape:
+def allow_null(shape: JsonSchema, *, description: str = "") -> JsonSchema:
     """The same, or null."""
-    either: Shape = {"anyOf": [shape, {"type": "null"}]}
-    return {"description": what, **either} if what else either
+    nullable: JsonSchema = {"anyOf": [shape, {"type": "null"}]}
+    return {"description": description, **nullable} if description else nullable
 
 
-def of_type(kind: Any, *, nullable: bool = False) -> Shape:
+def build_type_schema(kind: Any, *, nullable: bool = False) -> JsonSchema:
     """One value of a Polars type."""
     kind = kind() if isinstance(kind, type) else kind
     if isinstance(kind, (pl.List, pl.Array)):
-        shape: Shape = {"type": "array", "items": of_type(kind.inner)}
-        return or_null(shape) if nullable else shape
+        shape: JsonSchema = {"type": "array", "items": build_type_schema(kind.inner)}
+        return allow_null(shape) if nullable else shape
     name = "integer" if kind.is_integer() else "number" if kind.is_numeric() else "string"
     name = "boolean" if kind == pl.Boolean else name
     return {"type": [name, "null"] if nullable else name}
@@ -330,7 +330,7 @@ SORT_KEYS = {
 }
 
 
-def ordered(table: Table, options: ReportOptions) -> Sequence[Mapping[str, Any]]:
+def select_top_rows(table: Table, options: ReportOptions) -> Sequence[Mapping[str, Any]]:
     """The rows a table shows: sorted by `sort` where it has that column, the first (or heaviest) `top` of them."""
     rows = table.rows
     columns = SORT_KEYS[options.sort] if options.sort else ()

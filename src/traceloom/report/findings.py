@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from traceloom.errors import InputError, UsageError
 from traceloom.report.document import ReportOptions, UnknownValues
-from traceloom.report.sections import FINDINGS, NOT_ASKED
+from traceloom.report.sections import FINDINGS, NOT_REQUESTED_REASON
 from traceloom.system import process
-from traceloom.system.processes import WorkerProcess, cores, shared_folder
-from traceloom.system.text import json_line
-from traceloom.system.units import duration
+from traceloom.system.processes import WorkerProcess, count_cores, create_shared_directory
+from traceloom.system.text import encode_json
+from traceloom.system.units import format_duration
 from traceloom.trace import storage
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
@@ -30,9 +30,9 @@ from traceloom.trace.storage import MappedFiles
 if TYPE_CHECKING:
     from traceloom.report.documents.report import FindingRow, FindingsGroundValue
 
-_NO_FRAMES = "Python frames were not recorded (record with --stacks, or with_stack=True)"
-MOST_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
-WORTH_EVENTS = 1_000_000  # below, another process costs more than it saves
+_NO_FRAMES_REASON = "Python frames were not recorded (record with --stacks, or with_stack=True)"
+MAX_STEP_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
+MIN_PROCESS_EVENTS = 1_000_000  # below, another process costs more than it saves
 
 
 Findings: TypeAlias = "tuple[list[FindingRow], FindingsGroundValue | None]"
@@ -40,7 +40,7 @@ Findings: TypeAlias = "tuple[list[FindingRow], FindingsGroundValue | None]"
 
 @contextmanager
 def start_findings(
-    session: Session, options: ReportOptions, epoch_ns: int, *, beside: bool
+    session: Session, options: ReportOptions, epoch_ns: int, *, separate_process: bool
 ) -> Iterator[Callable[[UnknownValues], Findings]]:
     """Begin with the findings of a large job, where that may be done in a process of its own.
 
@@ -48,19 +48,19 @@ def start_findings(
         session: The run.
         options: The choices of the user.
         epoch_ns: What times in the document are relative to.
-        beside: Whether it may; models that a script has registered are not known there.
+        separate_process: Whether it may; models that a script has registered are not known there.
 
     Yields:
         What `ranked_findings` of them gives: from that process, or worked out here where there is none or it fails.
     """
-    here = partial(ranked_findings, session, options)
-    large = len(session.traces) > 1 and session.event_count >= WORTH_EVENTS
-    if not (beside and large and options.wants(FINDINGS) and cores() > 1):
-        yield here
+    build_locally = partial(build_findings, session, options)
+    large = len(session.traces) > 1 and session.event_count >= MIN_PROCESS_EVENTS
+    if not (separate_process and large and options.wants(FINDINGS) and count_cores() > 1):
+        yield build_locally
         return
-    with shared_folder() as folder, ExitStack() as until_done:
+    with create_shared_directory() as directory, ExitStack() as until_done:
         job = {
-            "folder": str(folder),
+            "folder": str(directory),
             "ranks": len(session.traces),
             "name": session.name,
             "capture": session.capture,
@@ -70,15 +70,15 @@ def start_findings(
         }
         try:
             for number, trace in enumerate(session.traces):
-                (folder / str(number)).mkdir()
-                storage.save(trace, folder / str(number), kept=False)
+                (directory / str(number)).mkdir()
+                storage.save(trace, directory / str(number), permanent=False)
             with process.defer_signals():  # what goes wrong in that process goes wrong here, too, where it is said
-                worker = WorkerProcess(__name__, threads=cores() // 2, quiet=True)
+                worker = WorkerProcess(__name__, threads=count_cores() // 2, quiet=True)
                 until_done.callback(worker.ended)
                 until_done.callback(worker.kill)
                 until_done.enter_context(process.clean_up_on_exit(worker.kill))
         except OSError:  # there is no room for the traces, or for a process
-            yield here
+            yield build_locally
             return
         worker.send(job)
 
@@ -87,7 +87,7 @@ def start_findings(
                 for reason in answer["absent"]:
                     absent.say(reason["path"], reason["reason"])
                 return answer["findings"], answer["ground"]
-            return here(absent)
+            return build_locally(absent)
 
         yield received
 
@@ -95,34 +95,36 @@ def start_findings(
 def main() -> None:
     """Work out the findings of the traces in a folder, and print them."""
     job = json.loads(sys.stdin.readline())
-    folder, files = Path(job["folder"]), MappedFiles()
-    traces = tuple(files.kept(storage.load_trace(folder / str(rank), kept=False)) for rank in range(job["ranks"]))
+    directory, files = Path(job["folder"]), MappedFiles()
+    traces = tuple(
+        files.kept(storage.load_trace(directory / str(rank), permanent=False)) for rank in range(job["ranks"])
+    )
     session = Session(traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"]))
     absent = UnknownValues(job["epoch_ns"])
-    rows, ground = ranked_findings(session, ReportOptions(only=job["only"]), absent)
-    sys.stdout.buffer.write(json_line({"findings": rows, "ground": ground, "absent": absent.to_list()}))
+    rows, basis = build_findings(session, ReportOptions(only=job["only"]), absent)
+    sys.stdout.buffer.write(encode_json({"findings": rows, "ground": basis, "absent": absent.to_list()}))
 
 
-def ranked_findings(session: Session, options: ReportOptions, absent: UnknownValues) -> Findings:
+def build_findings(session: Session, options: ReportOptions, absent: UnknownValues) -> Findings:
     """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
     if not options.wants(FINDINGS):
-        return _nothing(NOT_ASKED, absent)
+        return _skip_findings(NOT_REQUESTED_REASON, absent)
     events = session.event_count
     if not events:
-        return _nothing("the traces hold no events", absent)
+        return _skip_findings("the traces hold no events", absent)
     from traceloom.findings import RULES, Context, rank  # loaded where it is asked for
 
     context = Context.of(session)
     steps = max((trace.steps.height for trace in session.traces), default=0) or 1
-    if events // steps > MOST_EVENTS:
-        return _nothing(
-            f"about {events // steps:,} events would have to be linked, more than {MOST_EVENTS:,}; choose ranks with "
+    if events // steps > MAX_STEP_EVENTS:
+        return _skip_findings(
+            f"about {events // steps:,} events would have to be linked, more than {MAX_STEP_EVENTS:,}; choose ranks with "
             "--rank", absent
         )  # fmt: skip
     try:
         ranked = rank(context, RULES)
     except (InputError, UsageError) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
-        return _nothing(f"the traces cannot be linked: {error}", absent)
+        return _skip_findings(f"the traces cannot be linked: {error}", absent)
     rows: list[Any] = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
     rows += [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
     for row in rows:
@@ -140,12 +142,12 @@ def ranked_findings(session: Session, options: ReportOptions, absent: UnknownVal
             for key in ("file", "line", "inside", "inside_ns", "rank"):
                 absent.value(frame[key], f"findings[*].frames[*].{key}")
         if not row["frames"]:
-            absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES)
+            absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES_REASON)
     if not rows:
         absent.say("findings")
     # what the savings refer to, in words
     law = context.law
-    length = duration(context.step_ns)
+    length = format_duration(context.step_ns)
     counted = max((finding.step_count for finding in ranked.time), default=1)
     if counted > 1:
         basis = f"per {context.unit} of {length}, the middle one of {counted}"
@@ -172,7 +174,7 @@ def ranked_findings(session: Session, options: ReportOptions, absent: UnknownVal
     }
 
 
-def _nothing(reason: str, absent: UnknownValues) -> tuple[list[FindingRow], None]:
+def _skip_findings(reason: str, absent: UnknownValues) -> tuple[list[FindingRow], None]:
     absent.say("findings", reason)
     absent.say("findings_ground", reason)
     return [], None

@@ -11,13 +11,22 @@ from rich.text import Text
 from traceloom import __version__
 from traceloom.graph.graph import Graph
 from traceloom.report.document import ReportOptions
-from traceloom.report.labels import short
+from traceloom.report.labels import fit_name
 from traceloom.report.views import terminal_findings
-from traceloom.report.views.terminal_table import DIM, TextColumn, cells, heading, lines, paragraph, plain, with_bars
+from traceloom.report.views.terminal_table import (
+    DIM_STYLE,
+    TextColumn,
+    allocate_cells,
+    draw_bar,
+    render_bar_table,
+    render_heading,
+    render_paragraph,
+    render_table,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
-from traceloom.trace.notice import worst_first
+from traceloom.trace.notice import sort_by_severity
 
 if TYPE_CHECKING:
     from traceloom.graph.law import Law
@@ -55,7 +64,7 @@ def build(graph: Graph, law: Law | None = None) -> GraphDocument:
         "coverage": to_rows(graph.coverage),
         "delays": to_rows(graph.delays),
         "law": law_fields,
-        "notices": [notice.to_dict() for notice in worst_first(graph.notices)],
+        "notices": [notice.to_dict() for notice in sort_by_severity(graph.notices)],
     }
 
 
@@ -67,10 +76,10 @@ EVIDENCE = (
     ("assumed", "·", "bright_black"),
 )
 _PATH_ROWS = 8
-_PARTS = {"delay": "usual {0} of {1}", "residual": "unexplained: {1}", "before": "before this rank began"}
-_STYLES = {"work": "#3b82d6", "delay": "#e08a00", "residual": "#d55e00"}
-_WORDS = {"host-ops": "host ops", "timed-ops": "timed ops", "gpu-work": "GPU work", "host-time": "host time"}
-_LEAST_BAR, _MOST_BAR = 8, 64
+_PART_LABELS = {"delay": "usual {0} of {1}", "residual": "unexplained: {1}", "before": "before this rank began"}
+_PART_STYLES = {"work": "#3b82d6", "delay": "#e08a00", "residual": "#d55e00"}
+_SUBJECT_LABELS = {"host-ops": "host ops", "timed-ops": "timed ops", "gpu-work": "GPU work", "host-time": "host time"}
+_MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 8, 64
 
 
 def render(document: GraphDocument, width: int) -> Iterator[Text]:
@@ -79,61 +88,64 @@ def render(document: GraphDocument, width: int) -> Iterator[Text]:
     facts = " · ".join(
         (
             f"{ranks} rank{'s' if ranks != 1 else ''}",
-            f"{units.count_of(document['nodes']['count'], 'node')}",
-            f"{units.count_of(document['edges']['count'], 'edge')}",
-            units.duration(document["window_ns"]),
+            f"{units.format_quantity(document['nodes']['count'], 'node')}",
+            f"{units.format_quantity(document['edges']['count'], 'edge')}",
+            units.format_duration(document["window_ns"]),
             document["stage"],
         )
     )
-    name = short(document["name"], max(width - len(facts) - 3, 16))
-    yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
+    name = fit_name(document["name"], max(width - len(facts) - 3, 16))
+    yield Text.assemble((name, "bold"), (f"  {facts}", DIM_STYLE))
     yield Text("")
     law = document["law"]
-    sentence = "The graph was not re-timed." if law is None else law["sentence"]
-    yield from paragraph(sentence, width, "bold")
-    yield from _path(document, width)
-    yield from _coverage(document, width)
-    yield from _edges(document, width)
-    yield from _clocks(document, width)
+    summary = "The graph was not re-timed." if law is None else law["sentence"]
+    yield from render_paragraph(summary, width, "bold")
+    yield from _render_critical_path(document, width)
+    yield from _render_coverage(document, width)
+    yield from _render_edges(document, width)
+    yield from _render_clocks(document, width)
     used = [row for row in document["delays"] if row["count"]]
-    if most_frequent := sorted(used, key=lambda row: -row["count"])[:10]:
-        yield from heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
-        rows = [(row["kind"], units.duration(row["median_ns"]), units.count(row["count"])) for row in most_frequent]
+    if frequent_rows := sorted(used, key=lambda row: -row["count"])[:10]:
+        yield from render_heading("Delays", "the usual delay of a kind of edge where nothing else held it back", width)
+        rows = [
+            (row["kind"], units.format_duration(row["median_ns"]), units.format_count(row["count"]))
+            for row in frequent_rows
+        ]
         columns = (TextColumn("kind", right=False), TextColumn("median"), TextColumn("edges"))
-        last = ("of", lambda number, room: short(most_frequent[number]["place"] or "", room))
-        yield from lines(columns, rows, last, width)
-    yield from terminal_findings.notices(document["notices"], len(document["ranks"]), ReportOptions(), width)
+        last = ("of", lambda number, room: fit_name(frequent_rows[number]["place"] or "", room))
+        yield from render_table(columns, rows, last, width)
+    yield from terminal_findings.render_notices(document["notices"], len(document["ranks"]), ReportOptions(), width)
 
 
-def _path(document: GraphDocument, width: int) -> Iterator[Text]:
+def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]:
     """What the critical path consists of; the parts add up to the window."""
     law = document["law"]
     if not law or not law["path"]:
         return
     window = law["window_ns"]
-    note = f"one re-timing pass takes {units.duration(law['pass_ns'])}"
-    yield from heading("Critical path", note, width)
+    note = f"one re-timing pass takes {units.format_duration(law['pass_ns'])}"
+    yield from render_heading("Critical path", note, width)
     parts = [
         (
-            _PARTS.get(row["what"], "{} of {}").format(row["what"], row["kind"]),
+            _PART_LABELS.get(row["what"], "{} of {}").format(row["what"], row["kind"]),
             row["time_ns"],
-            _STYLES.get(row["what"], DIM),
+            _PART_STYLES.get(row["what"], DIM_STYLE),
         )
         for row in law["path"][:_PATH_ROWS]
     ]
-    if rest := law["path"][_PATH_ROWS:]:
-        parts.append((f"{len(rest)} more", sum(row["time_ns"] for row in rest), DIM))
-    rows = [(label, units.duration(time), units.share(time, window)) for label, time, _ in parts]
+    if remaining := law["path"][_PATH_ROWS:]:
+        parts.append((f"{len(remaining)} more", sum(row["time_ns"] for row in remaining), DIM_STYLE))
+    rows = [(label, units.format_duration(time), units.format_share(time, window)) for label, time, _ in parts]
 
-    def bar(number: int, room: int) -> Text:
+    def bar(number: int, width_left: int) -> Text:
         _, time, style = parts[number]
-        return plain(max(time, 0) / max(window, 1), room, style)
+        return draw_bar(max(time, 0) / max(window, 1), width_left, style)
 
     columns = (TextColumn("", right=False), TextColumn("time"), TextColumn("share"))
-    yield from with_bars(columns, rows, bar, width)
+    yield from render_bar_table(columns, rows, bar, width)
 
 
-def _coverage(document: GraphDocument, width: int) -> Iterator[Text]:
+def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
     """One line per outcome: how much of its subject, and on which ranks."""
     outcomes: dict[tuple[str, str], list[CoverageRow]] = {}
     for row in document["coverage"]:
@@ -142,80 +154,80 @@ def _coverage(document: GraphDocument, width: int) -> Iterator[Text]:
         outcomes.setdefault((row["subject"], row["outcome"]), []).append(row)
     if not outcomes:
         return
-    yield from heading("Coverage", "what was matched, and what not", width)
-    whole: dict[str, int] = {}
+    yield from render_heading("Coverage", "what was matched, and what not", width)
+    totals: dict[str, int] = {}
     for (subject, _), outcome_rows in outcomes.items():
-        whole[subject] = whole.get(subject, 0) + sum(row["count"] for row in outcome_rows)
-    order = sorted(outcomes, key=lambda key: (list(whole).index(key[0]), -sum(r["count"] for r in outcomes[key])))
+        totals[subject] = totals.get(subject, 0) + sum(row["count"] for row in outcome_rows)
+    order = sorted(outcomes, key=lambda key: (list(totals).index(key[0]), -sum(r["count"] for r in outcomes[key])))
     rows: list[tuple[str, ...]] = []
     labels: list[tuple[str, str]] = []
     for subject, outcome in order:
         outcome_rows = outcomes[subject, outcome]
         count = sum(row["count"] for row in outcome_rows)
         times = [row["time_ns"] for row in outcome_rows if row["time_ns"] is not None]
-        shown = _WORDS.get(subject, subject) if not labels or labels[-1][0] != subject else ""
+        subject_label = _SUBJECT_LABELS.get(subject, subject) if not labels or labels[-1][0] != subject else ""
         rows.append(
             (
-                sanitize(shown),
-                units.count(count),
-                units.share(count, whole[subject]),
-                units.duration(sum(times)) if times else "",
+                sanitize(subject_label),
+                units.format_count(count),
+                units.format_share(count, totals[subject]),
+                units.format_duration(sum(times)) if times else "",
             )
         )
         # The ranks that have it, where not all do.
-        named = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
+        rank_numbers = sorted({row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]})
         on = ""
-        if len(document["ranks"]) > 1 and named and len(named) != len(document["ranks"]):
-            listed = ", ".join(map(str, named[:6])) + (", ..." if len(named) > 6 else "")
-            on = f" (rank{'s' if len(named) > 1 else ''} {listed})"
+        if len(document["ranks"]) > 1 and rank_numbers and len(rank_numbers) != len(document["ranks"]):
+            listed = ", ".join(map(str, rank_numbers[:6])) + (", ..." if len(rank_numbers) > 6 else "")
+            on = f" (rank{'s' if len(rank_numbers) > 1 else ''} {listed})"
         labels.append((subject, outcome + on))
     columns = (TextColumn("", right=False), TextColumn("count"), TextColumn("share"), TextColumn("time"))
-    yield from lines(columns, rows, ("outcome", lambda number, room: short(labels[number][1], room)), width)
+    yield from render_table(columns, rows, ("outcome", lambda number, room: fit_name(labels[number][1], room)), width)
 
 
-def _edges(document: GraphDocument, width: int) -> Iterator[Text]:
+def _render_edges(document: GraphDocument, width: int) -> Iterator[Text]:
     kinds: dict[str, dict[str, int]] = {}
     for row in document["edges"]["kinds"]:
         kinds.setdefault(row["kind"], {})[row["evidence"]] = row["count"]
     if not kinds:
         return
-    yield from heading("Edges", "what waits for what, and how that is known", width)
+    yield from render_heading("Edges", "what waits for what, and how that is known", width)
     names = [name for name, _, _ in EVIDENCE]
     rows = [
-        (kind, *(units.count(counts[name]) if name in counts else "" for name in names))
+        (kind, *(units.format_count(counts[name]) if name in counts else "" for name in names))
         for kind, counts in kinds.items()
     ]
     headings = [Text.assemble((fill, color), " ", (name, "bold")) for name, fill, color in EVIDENCE]
     columns = (TextColumn("kind", right=False), *(TextColumn(heading) for heading in headings))
-    most = max(sum(counts.values()) for counts in kinds.values())
+    max_count = max(sum(counts.values()) for counts in kinds.values())
     shares = list(kinds.values())
 
-    def bar(number: int, room: int) -> Text:
+    def bar(number: int, width_left: int) -> Text:
         parts = [shares[number].get(name, 0) for name in names]
-        length = max(1, round(room * sum(parts) / most))
-        drawn = Text()
-        for (_, fill, color), count in zip(EVIDENCE, cells(parts, length), strict=True):
-            drawn.append(fill * count, color)
-        return drawn
+        length = max(1, round(width_left * sum(parts) / max_count))
+        bar_text = Text()
+        for (_, fill, color), count in zip(EVIDENCE, allocate_cells(parts, length), strict=True):
+            bar_text.append(fill * count, color)
+        return bar_text
 
-    def fitting(number: int, left: int) -> Text:
-        return bar(number, min(left, _MOST_BAR)) if left >= _LEAST_BAR else Text()
+    def fitting(number: int, width_left: int) -> Text:
+        return bar(number, min(width_left, _MAX_BAR_WIDTH)) if width_left >= _MIN_BAR_WIDTH else Text()
 
-    yield from lines(columns, rows, ("", fitting), width)
+    yield from render_table(columns, rows, ("", fitting), width)
 
 
-def _clocks(document: GraphDocument, width: int) -> Iterator[Text]:
+def _render_clocks(document: GraphDocument, width: int) -> Iterator[Text]:
     fitted = [(row, ns) for row in document["ranks"] if (ns := row["clock_residual_ns"]) is not None]
     if len(document["ranks"]) < 2 or not fitted:
         return
-    yield from heading("Clocks", "fitted on the ends of collectives", width)
+    yield from render_heading("Clocks", "fitted on the ends of collectives", width)
     worst = max(ns for _, ns in fitted)
     moved = [row for row, _ in fitted if row["clock_offset_ns"] or row["clock_drift"]]
-    sentence = f"ends agree within {units.duration(worst)}"
+    summary = f"ends agree within {units.format_duration(worst)}"
     if moved:
-        most = max(moved, key=lambda row: abs(row["clock_offset_ns"]))
-        offset = units.duration(most["clock_offset_ns"])
-        sentence += f" after {len(moved)} ranks were moved, rank {most['rank']} most: {offset}"
+        most_moved = max(moved, key=lambda row: abs(row["clock_offset_ns"]))
+        offset = units.format_duration(most_moved["clock_offset_ns"])
+        summary += f" after {len(moved)} ranks were moved, rank {most_moved['rank']} most: {offset}"
     else:
-        sentence += "; no clock had to be moved"
-    yield from paragraph(sentence, width)
+        summary += "; no clock had to be moved"
+    yield from render_paragraph(summary, width)

@@ -22,39 +22,39 @@ _NAMESPACE = re.compile(r"\b[A-Za-z_]\w*::")
 _NUMBERS = re.compile(r"<(?:(?:\d+u?l?|\((?:int|bool)\)\d+|true|false), )+")
 _WRAPPER = re.compile(r"\bgpu_kernel_impl\w*<")
 _MODULE = "traceloom.module:"  # in front of the names of modules, where memory is followed
-_LEAST_ARGUMENTS = 6
-_LONGEST = 4_000  # characters of a name that are looked at
+_MIN_ARGUMENTS_WIDTH = 6
+_MAX_NAME_CHARS = 4_000  # characters of a name that are looked at
 _ELLIPSIS = "…"
 
 
-def rank_name(entry: Mapping[str, Any], position: int) -> str:
+def format_rank_name(entry: Mapping[str, Any], position: int) -> str:
     """How a rank is called that stands at a position of the document's `ranks`."""
     return f"trace {position + 1}" if entry.get("rank") is None else f"rank {entry['rank']}"
 
 
-def rank_label(rank: int | None) -> str:
+def format_rank(rank: int | None) -> str:
     """`rank 3`; `rank ?` where the file does not say."""
     return f"rank {'?' if rank is None else rank}"
 
 
-def allocator(row: Mapping[str, Any]) -> str:
+def format_memory_name(row: Mapping[str, Any]) -> str:
     """How the memory of a device is called."""
     kind = str(row["device_type"])
     return kind if kind.startswith("cpu") or row.get("device") in (None, -1) else f"{kind} {row['device']}"
 
 
-def label(name: str) -> str:
+def clean_name(name: str) -> str:
     """A harmless name without what only says that it is a module."""
     return sanitize(name).removeprefix(_MODULE)
 
 
-def short(name: str, width: int) -> str:
+def fit_name(name: str, width: int) -> str:
     """A harmless name of at most `width` characters that still tells two kernels apart.
 
     A name that is too long loses, until it fits: `void ` in front and the parameter list behind; namespaces; numbers
     and wrappers at the head of its template arguments; the end of these arguments; at last its middle.
     """
-    name = label(name[:_LONGEST])
+    name = clean_name(name[:_MAX_NAME_CHARS])
     if len(name) <= width:
         return name
     # Without `void `, the parameter list behind a C++ function and unnamed namespaces
@@ -76,9 +76,9 @@ def short(name: str, width: int) -> str:
     if len(name) <= width:
         return name
     head, bracket, arguments = name.partition("<")
-    room = width - len(head) - 3  # for `<`, `…` and `>`
-    if bracket and room >= _LEAST_ARGUMENTS:
-        return f"{head}<{arguments[:room]}{_ELLIPSIS}>"
+    width_left = width - len(head) - 3  # for `<`, `…` and `>`
+    if bracket and width_left >= _MIN_ARGUMENTS_WIDTH:
+        return f"{head}<{arguments[:width_left]}{_ELLIPSIS}>"
     if bracket and len(head) + 3 <= width:
         return f"{head}<{_ELLIPSIS}>"
     name = head if bracket else name
@@ -101,7 +101,7 @@ class TimeKind(NamedTuple):
     hint: str = ""
 
 
-DEVICE = (
+DEVICE_TIMES = (
     TimeKind("compute_ns", "compute", "Compute", "compute", "kernels that are not communication"),
     TimeKind(
         "exposed_communication_ns",
@@ -140,42 +140,46 @@ ACTIVITIES = (
 )
 """Of a host thread's window, by the innermost event."""
 
-_GROUPS = {part.group: part.group for part in DEVICE} | {part.key: part.group for part in (*PHASES, *ACTIVITIES)}
+_COLOUR_GROUPS = {part.group: part.group for part in DEVICE_TIMES} | {
+    part.key: part.group for part in (*PHASES, *ACTIVITIES)
+}
 
 
-def group(kind: str) -> str:
+def get_colour_group(kind: str) -> str:
     """The colour group of a kind of time; what this version does not know is `other`."""
-    return _GROUPS.get(kind, "other")
+    return _COLOUR_GROUPS.get(kind, "other")
 
 
-_ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
+_GROUP_ORDER = ("compute", "loading", "forward", "backward", "optimizer", "communication", "memory", "other", "idle")
 _PHASES = frozenset(part.key for part in PHASES)
 
 
-def order(group_name: str) -> int:
+def get_group_position(group_name: str) -> int:
     """Where a colour group stands in the bar of an answer: useful time first, idle time last, phases in their order."""
-    return _ORDER.index(group_name) if group_name in _ORDER else 0
+    return _GROUP_ORDER.index(group_name) if group_name in _GROUP_ORDER else 0
 
 
-def of_answer(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+def build_answer_parts(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """The parts of an answer for a `Bar`, in its order: (label, colour group, nanoseconds)."""
     parts = []
     for part in answer.get("parts") or []:
         label = str(part["label"])
         # Parts of the host account are called `phase: activity`; the phase tells more, so it gives the colour.
         phase, colon, _ = label.partition(":")
-        parts.append((label, group(phase if colon and phase in _PHASES else str(part["kind"])), int(part["ns"])))
-    return sorted(parts, key=lambda part: (order(part[1]), -part[2]))
+        parts.append(
+            (label, get_colour_group(phase if colon and phase in _PHASES else str(part["kind"])), int(part["ns"]))
+        )
+    return sorted(parts, key=lambda part: (get_group_position(part[1]), -part[2]))
 
 
-def named(parts: tuple[TimeKind, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+def build_time_parts(parts: tuple[TimeKind, ...], times: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """The parts of one stretch for a `Bar`: (label, colour group, nanoseconds)."""
     return [(part.label, part.group, times.get(part.key) or 0) for part in parts]
 
 
 AT_EDGES = "edges_of_recording"
 AT_EDGES_MEANING = "before the first and after the last GPU work of the recording"
-_GPU_WORK = "from first to last GPU work"
+_GPU_WORK_WINDOW = "from first to last GPU work"
 
 
 class IdleCause(NamedTuple):
@@ -187,20 +191,24 @@ class IdleCause(NamedTuple):
     gap_count: int | None
 
 
-def gpu_accounts(document: ReportDocument) -> list[tuple[RankRow, GpuAccountRow]]:
+def list_gpu_accounts(document: ReportDocument) -> list[tuple[RankRow, GpuAccountRow]]:
     """The ranks that have GPU work, each with its part of the time that the answer is of."""
     return [(rank, rank["gpu_account"]) for rank in document["ranks"] if rank["gpu_account"]]
 
 
-def gpu_window(document: ReportDocument) -> str:
+def describe_gpu_window(document: ReportDocument) -> str:
     """Of which time the accounts of the devices are, in words."""
-    windows = {account["window"] for _, account in gpu_accounts(document)}
+    windows = {account["window"] for _, account in list_gpu_accounts(document)}
     if windows == {"steps"}:
-        return _in_steps(document)
-    return _GPU_WORK if windows == {"gpu_work"} else f"{_in_steps(document)}, without steps {_GPU_WORK}"
+        return _describe_steps(document)
+    return (
+        _GPU_WORK_WINDOW
+        if windows == {"gpu_work"}
+        else f"{_describe_steps(document)}, without steps {_GPU_WORK_WINDOW}"
+    )
 
 
-def idle_causes(account: GpuAccountRow) -> Iterator[IdleCause]:
+def list_idle_causes(account: GpuAccountRow) -> Iterator[IdleCause]:
     """The causes of gaps, then the time at the edges of the recording."""
     for row in account["idle"]:
         yield IdleCause(row["device"], row["cause"], row["idle_ns"], row["gap_count"])
@@ -209,7 +217,7 @@ def idle_causes(account: GpuAccountRow) -> Iterator[IdleCause]:
             yield IdleCause(device["device"], AT_EDGES, edge, None)
 
 
-def main_account(rank: RankRow) -> list[AccountRow]:
+def get_main_thread_account(rank: RankRow) -> list[AccountRow]:
     """What the main thread of a rank did in its steps; without steps, in the whole window."""
     host = rank.get("host") or {}
     lanes = {thread["lane"] for thread in host.get("threads") or [] if thread["main"]}
@@ -218,18 +226,18 @@ def main_account(rank: RankRow) -> list[AccountRow]:
     return in_steps if any(row["ns"] for row in in_steps) else rows
 
 
-def host_window(document: ReportDocument) -> str:
+def describe_host_window(document: ReportDocument) -> str:
     """Of which time the accounts of the main threads are, in words."""
-    stepped = any(row["step"] is not None for rank in document["ranks"] for row in main_account(rank))
-    return _in_steps(document) if stepped else "in the whole window"
+    stepped = any(row["step"] is not None for rank in document["ranks"] for row in get_main_thread_account(rank))
+    return _describe_steps(document) if stepped else "in the whole window"
 
 
-def _in_steps(document: ReportDocument) -> str:
+def _describe_steps(document: ReportDocument) -> str:
     return "in all steps" if any(len(rank["steps"]) > 1 for rank in document["ranks"]) else "in the step"
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MergedNotice:
     """Notices of one kind, as one; `weakens` has the keys of the parts of the report that are less certain for it."""
 
     severity: str
@@ -238,7 +246,7 @@ class Message:
     weakens: tuple[str, ...] = ()
 
 
-def merge_notices(notices: Sequence[Cells], ranks: int) -> list[Message]:
+def merge_notices(notices: Sequence[Cells], ranks: int) -> list[MergedNotice]:
     """The notices of a document in their order; those that differ by rank or place alone stand as the first of them."""
     kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
@@ -247,33 +255,33 @@ def merge_notices(notices: Sequence[Cells], ranks: int) -> list[Message]:
     for (severity, slug), alike in kinds.items():
         weakens = tuple(effect["part"].rpartition(".")[2] for effect in alike[0].get("affects", []))
         first = alike[0]
-        who = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
+        rank_prefix = f"rank {first['rank']}: " if ranks > 1 and first["rank"] is not None else ""
         mentioned = not first["where"] or first["where"] in first["message"]
-        where = "" if mentioned else f" ({first['where']})"
-        more = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
-        merged.append(Message(severity, slug, f"{who}{first['message']}{where}{more}", weakens))
+        location = "" if mentioned else f" ({first['where']})"
+        repeat_note = f" (and {len(alike) - 1} more like this)" if len(alike) > 1 else ""
+        merged.append(MergedNotice(severity, slug, f"{rank_prefix}{first['message']}{location}{repeat_note}", weakens))
     return merged
 
 
-def group_by_ranks(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
+def merge_rank_notices(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
     """Notices that several ranks share, once: the first of each kind, and its sentence with all of their ranks."""
     kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
-        of_run = notice["message"] if notice["rank"] is None else ""
-        kinds.setdefault((notice["slug"], of_run), []).append(notice)
+        run_message = notice["message"] if notice["rank"] is None else ""
+        kinds.setdefault((notice["slug"], run_message), []).append(notice)
     for alike in kinds.values():
         first, message = alike[0], alike[0]["message"]
         ranks = sorted({notice["rank"] for notice in alike if notice["rank"] is not None})
         if len(ranks) < 2:
             yield first, message
         elif all(notice["message"] == message for notice in alike):
-            yield first, f"{message} (ranks {_spans(ranks)})"
+            yield first, f"{message} (ranks {_format_ranges(ranks)})"
         else:
-            others = [rank for rank in ranks if rank != first["rank"]]
-            yield first, f"{message} (rank {first['rank']}; the like on {_spans(others)})"
+            other_ranks = [rank for rank in ranks if rank != first["rank"]]
+            yield first, f"{message} (rank {first['rank']}; the like on {_format_ranges(other_ranks)})"
 
 
-def _spans(ranks: Sequence[int]) -> str:
+def _format_ranges(ranks: Sequence[int]) -> str:
     """`0-3, 8`."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

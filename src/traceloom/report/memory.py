@@ -13,25 +13,31 @@ import numpy as np
 import polars as pl
 
 from traceloom import __version__
-from traceloom.analyze.memory import fragmentation
-from traceloom.analyze.memory_answers import LEAST_STEPS, Allocations, ExplainedMemory, answers, module_activations
-from traceloom.analyze.memory_blocks import INSTANTS, Blocks, instants, largest_keys, levels_over_time
-from traceloom.analyze.memory_blocks import lifetimes as memory_blocks_lifetimes
-from traceloom.analyze.memory_owners import BEFORE, OWNED, sum_blocks_by
+from traceloom.analyze.memory import compute_fragmentation
+from traceloom.analyze.memory_answers import (
+    MIN_STEPS,
+    Allocations,
+    ExplainedMemory,
+    build_allocations,
+    summarize_activations,
+)
+from traceloom.analyze.memory_blocks import MAX_INSTANTS, Blocks, choose_instants, compute_levels, select_largest_keys
+from traceloom.analyze.memory_blocks import count_by_lifetime as memory_blocks_lifetimes
+from traceloom.analyze.memory_owners import BEFORE_RECORDING_LABEL, OWNER_LABELS, summarize_blocks
 from traceloom.analyze.memory_owners import CATEGORIES_BEFORE as OF_BEFORE
 from traceloom.errors import UsageError
-from traceloom.formats.memory_files import whole
+from traceloom.formats.memory_files import parse_integer
 from traceloom.report import memory_sources
 from traceloom.report.document import Col, Table, UnknownValues
-from traceloom.report.labels import allocator as labels_allocator
-from traceloom.report.labels import rank_name
-from traceloom.report.memory_sources import MemoryOptions, Sources, of_session
+from traceloom.report.labels import format_memory_name as labels_allocator
+from traceloom.report.labels import format_rank_name
+from traceloom.report.memory_sources import MemoryOptions, MemorySources, read_session_memory_sources
 from traceloom.system import units
 from traceloom.system.files import restore_addresses
 from traceloom.trace.array_types import Ints
 from traceloom.trace.frames import to_rows
-from traceloom.trace.notice import Notice, worst_first
-from traceloom.trace.session import Session, Snapshot
+from traceloom.trace.notice import Notice, sort_by_severity
+from traceloom.trace.session import MemorySnapshot, Session
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -50,14 +56,14 @@ if TYPE_CHECKING:
     )
 
 
-MOST_MODULES = 50
-_HOST = ("cpu", "cpu-shared")
-_FRAGMENTS = (
+MAX_MODULES = 50
+_HOST_DEVICE_TYPES = ("cpu", "cpu-shared")
+_FRAGMENTATION_COLUMNS = (
     "reserved_bytes", "allocated_bytes", "requested_bytes", "pending_bytes", "free_bytes", "largest_free_bytes",
     "split_bytes", "segment_count", "fragmentation",
 )  # fmt: skip
 
-_NO_STATE: MemoryAllocatorRow = {
+_EMPTY_ALLOCATOR: MemoryAllocatorRow = {
     "reserved_bytes": None,
     "allocated_bytes": None,
     "requested_bytes": None,
@@ -88,20 +94,24 @@ class MemoryTotals(TypedDict):
     reserved_at_peak_bytes: int | None
 
 
-def facts_capacity(trace: Trace, totals: MemoryTotals) -> int | None:
+def find_device_capacity(trace: Trace, totals: MemoryTotals) -> int | None:
     """How much memory the device of one memory has, by the capture or the trace; None where neither says."""
-    if totals["device_type"] in _HOST:
+    if totals["device_type"] in _HOST_DEVICE_TYPES:
         return None
     number = max(totals["device"], 0)
     listed = (trace.meta.capture or {}).get("devices")
     for device in listed if isinstance(listed, list) else []:
-        if isinstance(device, dict) and device.get("device") == number and (size := whole(device.get("memory_bytes"))):
+        if (
+            isinstance(device, dict)
+            and device.get("device") == number
+            and (size := parse_integer(device.get("memory_bytes")))
+        ):
             return size
     sizes = trace.devices.filter(pl.col("device") == number)["memory_bytes"].drop_nulls()
     return int(sizes[0]) if sizes.len() and sizes[0] > 0 else None
 
 
-def growing(
+def build_growth_rows(
     explained: ExplainedMemory, rows: pl.DataFrame, totals: MemoryTotals, size: int | None, absent: UnknownValues
 ) -> list[MemoryGrowthRow]:
     """What grows, with its stack, and the step at which the device is full if all of it keeps growing."""
@@ -117,43 +127,45 @@ def growing(
     return absent.rows(grown, "memories[*].growth")
 
 
-def growth_unknown(entry: MemoryRankRow) -> str | None:
+def explain_unknown_growth(entry: MemoryRankRow) -> str | None:
     """Why nobody can say what grows with the steps of one rank; None where it can be said."""
     steps = len(entry["steps"])
-    if steps > LEAST_STEPS:
+    if steps > MIN_STEPS:
         return None
     had = ("none was", "only one was")[steps] if steps < 2 else f"only {steps} were"
-    return f"it takes at least {LEAST_STEPS + 1} steps, and {had} recorded"
+    return f"it takes at least {MIN_STEPS + 1} steps, and {had} recorded"
 
 
-def activation_facts(
+def build_activation_rows(
     explained: ExplainedMemory, pool: int, row: int, absent: UnknownValues
 ) -> list[MemoryActivationRow]:
     """Activations by module and what checkpointing each would save; the largest savings."""
-    return absent.rows(module_activations(explained, pool, row).head(MOST_MODULES), "memories[*].activations")
+    return absent.rows(summarize_activations(explained, pool, row).head(MAX_MODULES), "memories[*].activations")
 
 
-def allocator(trace: Trace, totals: MemoryTotals, snapshot: Snapshot | None) -> MemoryAllocatorRow | None:
+def build_allocator_row(
+    trace: Trace, totals: MemoryTotals, snapshot: MemorySnapshot | None
+) -> MemoryAllocatorRow | None:
     """The state of the allocator at the end of the recording; None where neither a snapshot nor the recorder tells.
 
     `outside_bytes` is what is in use on the device beyond what this allocator has reserved: libraries, communication
     buffers, other processes.
     """
-    if totals["device_type"] in _HOST:
+    if totals["device_type"] in _HOST_DEVICE_TYPES:
         return None
     number = max(totals["device"], 0)
     states: list[MemoryAllocatorRow] = []
     if snapshot is not None:
-        in_device = fragmentation(snapshot).filter(pl.col("device") == number)
-        states = to_rows(in_device.select(*_FRAGMENTS, retries=pl.lit(None), outside_bytes=pl.lit(None)))
+        in_device = compute_fragmentation(snapshot).filter(pl.col("device") == number)
+        states = to_rows(in_device.select(*_FRAGMENTATION_COLUMNS, retries=pl.lit(None), outside_bytes=pl.lit(None)))
     has_state = bool(states)
-    state: MemoryAllocatorRow = states[0] if states else {**_NO_STATE}
+    state: MemoryAllocatorRow = states[0] if states else {**_EMPTY_ALLOCATOR}
     listed = (trace.meta.capture or {}).get("allocators_at_end")
     for entry in listed if isinstance(listed, list) else []:
         if not isinstance(entry, dict) or entry.get("device") != number:
             continue
         recorded = {
-            key: whole(entry.get(key))
+            key: parse_integer(entry.get(key))
             for key in ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
         }
         has_state = True
@@ -168,19 +180,19 @@ def allocator(trace: Trace, totals: MemoryTotals, snapshot: Snapshot | None) -> 
     return state if has_state else None
 
 
-LEAVES = 120  # scopes that a curve tells apart; the rest is one
-STACKS = 60
+MAX_LEAVES = 120  # scopes that a curve tells apart; the rest is one
+MAX_STACKS = 60
 OTHER = "(other)"
 
 
-def curve(
+def build_curve(
     explained: ExplainedMemory,
     pool: int,
     unseen: int,
     absent: UnknownValues,
     *,
-    most: int = INSTANTS,
-    leaves: int = LEAVES,
+    max_instants: int = MAX_INSTANTS,
+    max_leaves: int = MAX_LEAVES,
 ) -> MemoryCurveRow:
     """Levels over time at a few hundred instants, the highest among them; each division adds up to the same total.
 
@@ -189,60 +201,60 @@ def curve(
         pool: Which memory.
         unseen: Bytes that the allocator held before the recording and that nobody saw.
         absent: Times count from its epoch; says why there are no stacks.
-        most: About how many instants.
-        leaves: Scopes with their op that are told apart; the rest is `(other)`.
+        max_instants: About how many instants.
+        max_leaves: Scopes with their op that are told apart; the rest is `(other)`.
     """
     blocks, trace = explained.named.blocks, explained.trace
-    rows = instants(blocks.levels(pool, trace.allocations.height), most)
+    rows = choose_instants(blocks.levels(pool, trace.allocations.height), max_instants)
     times = trace.allocations["time_ns"].to_numpy()
-    at = np.where(rows < 0, trace.start_ns, times[np.maximum(rows, 0)]) - absent.epoch_ns
+    instants = np.where(rows < 0, trace.start_ns, times[np.maximum(rows, 0)]) - absent.epoch_ns
     kinds, kind = explained.by("category")
-    by_kind = levels_over_time(blocks, kind, len(kinds), rows, pool)
-    by_kind[OF_BEFORE] += unseen
-    names, leaf = _leaves(explained)
+    kind_levels = compute_levels(blocks, kind, len(kinds), rows, pool)
+    kind_levels[OF_BEFORE] += unseen
+    names, leaf_numbers = _assign_leaves(explained)
     stacks = None
     if explained.has_stacks:
-        stacks = _told(explained, explained.by("stack"), (pool, rows), unseen, STACKS)
+        stacks = _build_largest_series(explained, explained.by("stack"), (pool, rows), unseen, MAX_STACKS)
     return {
-        "time_ns": at.tolist(),
-        "categories": _series(kinds, by_kind),
-        "scopes": _told(explained, (names, leaf), (pool, rows), unseen, leaves),
+        "time_ns": instants.tolist(),
+        "categories": _build_series(kinds, kind_levels),
+        "scopes": _build_largest_series(explained, (names, leaf_numbers), (pool, rows), unseen, max_leaves),
         "stacks": absent.value(stacks, "memories[*].curve.stacks"),
     }
 
 
-def _leaves(explained: ExplainedMemory) -> tuple[list[str], Ints]:
+def _assign_leaves(explained: ExplainedMemory) -> tuple[list[str], Ints]:
     """Scope and op of each block; of blocks from before the recording, what their owner is."""
-    named, labels = explained.named, explained.named.places.labels
+    named_blocks, labels = explained.named, explained.named.places.labels
     scopes, scope = explained.by("scope")
-    plain = scope.astype(np.int64) * len(labels) + named.label
+    place_keys = scope.astype(np.int64) * len(labels) + named_blocks.label
     owner = explained.whose.table["owner"].to_list()
     kinds = [*dict.fromkeys(owner), "unknown"]
     number = np.append(np.array([kinds.index(kind) for kind in owner], dtype=np.int64), len(kinds) - 1)
-    key = np.where(named.blocks.made < 0, -1 - number[explained.whose.of], plain)
-    distinct, leaf = np.unique(key, return_inverse=True)
+    key = np.where(named_blocks.blocks.made < 0, -1 - number[explained.whose.of], place_keys)
+    distinct, leaf_numbers = np.unique(key, return_inverse=True)
     names = []
     for code in distinct.tolist():
         if code < 0:
             kind = kinds[-1 - code]
-            names.append(f"{BEFORE}.{OWNED.get(kind, kind)}")
+            names.append(f"{BEFORE_RECORDING_LABEL}.{OWNER_LABELS.get(kind, kind)}")
         else:
             path, label = scopes[code // len(labels)], labels[code % len(labels)]
             names.append(label if path.startswith("(") else f"{path}.{label}")
-    return names, leaf.astype(np.int64)
+    return names, leaf_numbers.astype(np.int64)
 
 
-def _told(
-    explained: ExplainedMemory, parts: tuple[list[str], Ints], at: tuple[int, Ints], unseen: int, most: int
+def _build_largest_series(
+    explained: ExplainedMemory, parts: tuple[list[str], Ints], pool_rows: tuple[int, Ints], unseen: int, limit: int
 ) -> list[MemorySeriesRow]:
     """The largest parts and the rest."""
-    (names, number), (pool, rows) = parts, at
-    levels = levels_over_time(explained.named.blocks, number, len(names), rows, pool)
-    kept, shown = largest_keys(levels, most)
-    series = _series([*(names[k] for k in kept.tolist()), OTHER], shown)
+    (names, number), (pool, rows) = parts, pool_rows
+    levels = compute_levels(explained.named.blocks, number, len(names), rows, pool)
+    retained_keys, selected_levels = select_largest_keys(levels, limit)
+    series = _build_series([*(names[k] for k in retained_keys.tolist()), OTHER], selected_levels)
     if not unseen:
         return series
-    name = f"{BEFORE}.unknown"
+    name = f"{BEFORE_RECORDING_LABEL}.unknown"
     before = next((entry for entry in series if entry["name"] == name), None)
     if before is None:
         return [*series, {"name": name, "bytes": [unseen] * rows.size}]
@@ -250,11 +262,11 @@ def _told(
     return series
 
 
-def _series(names: list[str], levels: Ints) -> list[MemorySeriesRow]:
+def _build_series(names: list[str], levels: Ints) -> list[MemorySeriesRow]:
     return [{"name": name, "bytes": row.tolist()} for name, row in zip(names, levels, strict=True) if row.any()]
 
 
-def steps(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryRankStepsRow]:
+def build_step_rows(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryRankStepsRow]:
     """The steps of a trace, to be marked on its curves."""
     rows = explained.trace.steps.select("step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns)
     return absent.rows(rows, "ranks[*].steps")
@@ -262,7 +274,7 @@ def steps(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryRankS
 
 FORMAT = "traceloom-memory"
 VERSION = 1
-REASONS = {
+UNKNOWN_REASONS = {
     "ranks": "allocations were not recorded (record with --memory, or profile with profile_memory=True)",
     "memories[*].reserved_at_peak_bytes": "the allocator does not say what it has reserved",
     "memories[*].capacity_bytes": "the recording does not say how much memory the device has",
@@ -278,7 +290,7 @@ REASONS = {
 }
 
 
-class HeldMemory(NamedTuple):
+class MemoryState(NamedTuple):
     """One memory at an instant.
 
     Attributes:
@@ -300,10 +312,10 @@ class HeldMemory(NamedTuple):
 
 def build(session: Session, options: MemoryOptions | None = None) -> MemoryDocument:
     """The document of one run, with the files about memory that lie beside its traces; see `document_of`."""
-    return document_of(of_session(session), options)
+    return build_document(read_session_memory_sources(session), options)
 
 
-def document_of(sources: Sources, options: MemoryOptions | None = None) -> MemoryDocument:
+def build_document(sources: MemorySources, options: MemoryOptions | None = None) -> MemoryDocument:
     """The document of everything that tells of memory.
 
     Raises:
@@ -312,18 +324,18 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Memor
     options = options or MemoryOptions()
     sources = sources.of_ranks(options.ranks)
     epoch_ns = sources.epoch_ns
-    absent = UnknownValues(epoch_ns, REASONS)
+    absent = UnknownValues(epoch_ns, UNKNOWN_REASONS)
     ranks: list[MemoryRankRow] = []
-    ends: list[MemoryEndRow] = []
+    out_of_memory_rows: list[MemoryEndRow] = []
     notices = sources.all_notices()
-    for explained in sources.explained(full_op_names=options.full_op_names):
-        entry, rank_notices = rank_entry(explained, options, absent, sources.snapshot_of(explained.trace))
+    for explained in sources.iterate_explained(full_op_names=options.full_op_names):
+        entry, rank_notices = build_rank_entry(explained, options, absent, sources.find_snapshot(explained.trace))
         ranks.append(entry)
-        ends += memory_sources.of_blocks(explained, sources, epoch_ns)
+        out_of_memory_rows += memory_sources.build_recorded_out_of_memory_rows(explained, sources, epoch_ns)
         notices += [notice.of_rank(explained.trace.rank) for notice in rank_notices]
-    ranks += [memory_sources.entry(timeline, options.at, absent) for timeline in sources.timelines]
-    ends = memory_sources.of_reports(sources, ranks, epoch_ns) + ends
-    for name, rows in (("ranks", ranks), ("out_of_memory", ends)):
+    ranks += [memory_sources.build_timeline_row(timeline, options.at, absent) for timeline in sources.timelines]
+    out_of_memory_rows = memory_sources.build_reported_out_of_memory_rows(sources, ranks, epoch_ns) + out_of_memory_rows
+    for name, rows in (("ranks", ranks), ("out_of_memory", out_of_memory_rows)):
         if not rows:
             absent.say(name)
     peaks_of_kind: dict[str, list[int]] = {}
@@ -332,44 +344,48 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Memor
             peaks_of_kind.setdefault(memory["device_type"], []).append(memory["peak_bytes"])
     # Where memory ran out, if it did; the peak, and who holds most of it
     shortage = ""
-    if ends:
-        first = ends[0]
+    if out_of_memory_rows:
+        first = out_of_memory_rows[0]
         when = "" if first["step"] is None else f" in step {first['step']}"
-        rank = f" on rank {first['rank']}" if first["rank"] is not None and len(ends) > 1 else ""
-        request = "" if first["asked_bytes"] is None else f" when {units.size(first['asked_bytes'])} were asked for"
-        shortage = f"Memory ran out{when}{rank}{request}, beside {units.size(first['bytes'])} that were alive."
+        rank = f" on rank {first['rank']}" if first["rank"] is not None and len(out_of_memory_rows) > 1 else ""
+        request = (
+            "" if first["asked_bytes"] is None else f" when {units.format_size(first['asked_bytes'])} were asked for"
+        )
+        shortage = f"Memory ran out{when}{rank}{request}, beside {units.format_size(first['bytes'])} that were alive."
     if not any(entry["memories"] for entry in ranks):
-        sentence = shortage or "No allocations were recorded."
+        summary = shortage or "No allocations were recorded."
     else:
         entry, memory = max(((e, m) for e in ranks for m in e["memories"]), key=lambda pair: pair[1]["peak_bytes"])
-        where = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
+        location = {"cpu": "the CPU", "device": "the device"}.get(memory["device_type"], str(memory["device_type"]))
         if memory["device"] is not None and memory["device"] >= 0:
-            where += f":{memory['device']}"
-        where += f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
+            location += f":{memory['device']}"
+        location += f" of rank {entry['rank']}" if len(ranks) > 1 and entry["rank"] is not None else ""
         when = "" if memory["peak_step"] is None else f" in step {memory['peak_step']}"
         kinds = memory["categories"][:2]
-        whole = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
-        held = " and ".join(
-            f"{kind['category'].replace('_', ' ')} {units.share(kind['bytes'], whole)}" for kind in kinds
+        total_bytes = max(sum(kind["bytes"] for kind in memory["categories"]), 1)
+        holders = " and ".join(
+            f"{kind['category'].replace('_', ' ')} {units.format_share(kind['bytes'], total_bytes)}" for kind in kinds
         )
         growth = memory["growth"][:1]
         leak = (
-            f"; {growth[0]['site']} leaves {units.size(round(growth[0]['bytes_per_step']))} per step" if growth else ""
+            f"; {growth[0]['site']} leaves {units.format_size(round(growth[0]['bytes_per_step']))} per step"
+            if growth
+            else ""
         )
         before = f"{shortage} " if shortage else ""
-        where = f"The {where[4:]}" if where.startswith("the ") else where
-        sentence = f"{before}{where} holds at most {units.size(memory['peak_bytes'])}{when}: {held}{leak}."
+        location = f"The {location[4:]}" if location.startswith("the ") else location
+        summary = f"{before}{location} holds at most {units.format_size(memory['peak_bytes'])}{when}: {holders}{leak}."
     return {
         "format": FORMAT,
         "version": VERSION,
         "traceloom": __version__,
         "name": sources.name,
         "epoch_ns": str(epoch_ns),
-        "sentence": sentence,
+        "sentence": summary,
         "by": options.by,
         "at": options.at,
         "ranks": ranks,
-        "out_of_memory": ends,
+        "out_of_memory": out_of_memory_rows,
         "job": [  # over ranks: the sum and the spread of the peaks, by kind of memory
             {
                 "device_type": kind,
@@ -381,75 +397,75 @@ def document_of(sources: Sources, options: MemoryOptions | None = None) -> Memor
             }
             for kind, peaks in sorted(peaks_of_kind.items())
         ],
-        "notices": [notice.to_dict() for notice in worst_first(tuple(notices))],
+        "notices": [notice.to_dict() for notice in sort_by_severity(tuple(notices))],
         "absent": absent.to_list(),
     }
 
 
-def rank_entry(
-    explained: ExplainedMemory, options: MemoryOptions, absent: UnknownValues, snapshot: Snapshot | None = None
+def build_rank_entry(
+    explained: ExplainedMemory, options: MemoryOptions, absent: UnknownValues, snapshot: MemorySnapshot | None = None
 ) -> tuple[MemoryRankRow, tuple[Notice, ...]]:
     """One rank: every memory at its instant, and the notices about the pairing."""
     trace = explained.trace
     blocks = explained.named.blocks
-    rows = {pool: row_of(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
-    allocations = answers(explained, rows)
+    rows = {pool: find_instant_row(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))}
+    allocations = build_allocations(explained, rows)
     names, number = explained.by(options.by, options.depth)
     memories: list[MemoryMemoryRow] = []
     for pool, row in rows.items():
-        held = _held(explained, allocations, (pool, row), absent)
+        memory_state = _build_memory_state(explained, allocations, (pool, row), absent)
         in_pool = pl.col("pool") == pool
-        divided = sum_blocks_by(
+        divided = summarize_blocks(
             explained.named, (blocks.pool == pool) & blocks.alive(row), number, pl.Series(names, dtype=pl.String)
         )
-        totals = held.totals
+        totals = memory_state.totals
         if totals["unseen_bytes"]:
-            name = "before_recording" if "before_recording" in names else BEFORE
-            divided = _with_unseen(divided, name, totals["unseen_bytes"])
+            name = "before_recording" if "before_recording" in names else BEFORE_RECORDING_LABEL
+            divided = _add_unseen(divided, name, totals["unseen_bytes"])
         time_ns = trace.start_ns if row < 0 else int(trace.allocations["time_ns"][row])
         largest = allocations.largest.filter(in_pool).drop("pool").with_columns(pl.col("end_ns") - absent.epoch_ns)
-        capacity = facts_capacity(trace, totals)
+        capacity = find_device_capacity(trace, totals)
         memories.append(
             {
                 **totals,
                 "instant": {"time_ns": time_ns - absent.epoch_ns, "bytes": int(divided["bytes"].sum())},
-                "tree": absent.rows(held.tree, "memories[*].tree"),
-                "categories": absent.rows(held.categories, "memories[*].categories"),
+                "tree": absent.rows(memory_state.tree, "memories[*].tree"),
+                "categories": absent.rows(memory_state.categories, "memories[*].categories"),
                 "parts": absent.rows(divided, "memories[*].parts"),
                 "largest": absent.rows(largest, "memories[*].largest"),
-                "modules": absent.rows(held.modules, "memories[*].modules"),
-                "curve": held.curve,
+                "modules": absent.rows(memory_state.modules, "memories[*].modules"),
+                "curve": memory_state.curve,
                 # What is known beyond its blocks
                 "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
-                "growth": growing(explained, held.growth, totals, capacity, absent),
-                "activations": activation_facts(explained, pool, row, absent),
-                "allocator": absent.value(allocator(trace, totals, snapshot), "memories[*].allocator"),
+                "growth": build_growth_rows(explained, memory_state.growth, totals, capacity, absent),
+                "activations": build_activation_rows(explained, pool, row, absent),
+                "allocator": absent.value(build_allocator_row(trace, totals, snapshot), "memories[*].allocator"),
             }
         )
     entry: MemoryRankRow = {
         "rank": absent.value(trace.rank, "ranks[*].rank"),
         "path": restore_addresses(trace.meta.path),
         "memories": memories,
-        "steps": steps(explained, absent),
+        "steps": build_step_rows(explained, absent),
         "lifetimes": absent.rows(memory_blocks_lifetimes(blocks), "ranks[*].lifetimes"),
     }
-    if (why := growth_unknown(entry)) is not None:
-        absent.say("memories[*].growth", f"what grows from step to step cannot be determined: {why}")
+    if (reason := explain_unknown_growth(entry)) is not None:
+        absent.say("memories[*].growth", f"what grows from step to step cannot be determined: {reason}")
     return entry, allocations.notices
 
 
-def holders(explained: ExplainedMemory, absent: UnknownValues) -> list[HeldMemory]:
+def build_peak_memories(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryState]:
     """Every memory of one rank at its peak."""
-    allocations = answers(explained, most=0)
+    allocations = build_allocations(explained, max_blocks=0)
     peaks = allocations.pools.select("pool", "peak_row").rows()
-    return [_held(explained, allocations, at, absent) for at in peaks]
+    return [_build_memory_state(explained, allocations, pool_row, absent) for pool_row in peaks]
 
 
-def _held(
-    explained: ExplainedMemory, allocations: Allocations, at: tuple[int, int], absent: UnknownValues
-) -> HeldMemory:
-    """One memory at an instant; `at` is its number and the row."""
-    pool, row = at
+def _build_memory_state(
+    explained: ExplainedMemory, allocations: Allocations, pool_row: tuple[int, int], absent: UnknownValues
+) -> MemoryState:
+    """One memory at an instant; `pool_row` is its number and the row."""
+    pool, row = pool_row
     in_pool = pl.col("pool") == pool
     totals: MemoryTotals
     (totals,) = absent.rows(allocations.pools.filter(in_pool).drop("pool", "peak_row"), "memories")
@@ -457,28 +473,28 @@ def _held(
     names, number = explained.by("module")
     blocks = explained.named.blocks
     alive = (blocks.pool == pool) & blocks.alive(row)
-    modules = sum_blocks_by(explained.named, alive, number, pl.Series(names, dtype=pl.String))
+    modules = summarize_blocks(explained.named, alive, number, pl.Series(names, dtype=pl.String))
     if unseen:
-        modules = _with_unseen(modules, BEFORE, unseen)
-    return HeldMemory(
+        modules = _add_unseen(modules, BEFORE_RECORDING_LABEL, unseen)
+    return MemoryState(
         totals,
         allocations.peak.filter(in_pool).drop("pool"),
         allocations.categories.filter(in_pool).drop("pool"),
         modules,
         allocations.growth.filter(in_pool),
-        curve(explained, pool, unseen, absent),
+        build_curve(explained, pool, unseen, absent),
     )
 
 
-def _with_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
+def _add_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
     """What the allocator held before the recording, beside what is known."""
-    more = pl.DataFrame({"name": [name], "bytes": [unseen], "block_count": [0]})
-    both = pl.concat([divided.drop("fraction"), more]).group_by("name").agg(pl.col("bytes", "block_count").sum())
-    whole = max(int(both["bytes"].sum()), 1)
-    return both.with_columns(fraction=pl.col("bytes") / whole).sort("bytes", "name", descending=[True, False])
+    unseen_row = pl.DataFrame({"name": [name], "bytes": [unseen], "block_count": [0]})
+    both = pl.concat([divided.drop("fraction"), unseen_row]).group_by("name").agg(pl.col("bytes", "block_count").sum())
+    total_bytes = max(int(both["bytes"].sum()), 1)
+    return both.with_columns(fraction=pl.col("bytes") / total_bytes).sort("bytes", "name", descending=[True, False])
 
 
-def row_of(at: str, trace: Trace, blocks: Blocks, pool: int) -> int:
+def find_instant_row(instant: str, trace: Trace, blocks: Blocks, pool: int) -> int:
     """The row of `trace.allocations` just after which a memory is looked at; -1 for before the first.
 
     Raises:
@@ -486,22 +502,22 @@ def row_of(at: str, trace: Trace, blocks: Blocks, pool: int) -> int:
     """
     rows = trace.allocations
     levels = blocks.levels(pool, rows.height)
-    if at == "peak":
+    if instant == "peak":
         return int(levels.argmax()) - 1
-    if at in ("start", "end"):
-        return -1 if at == "start" else rows.height - 1
-    word, _, number = at.partition(" ")
+    if instant in ("start", "end"):
+        return -1 if instant == "start" else rows.height - 1
+    word, _, number = instant.partition(" ")
     if word == "step" and number.isascii() and number.isdigit():
-        inside = np.flatnonzero((rows["step"] == int(number)).fill_null(False).to_numpy())
-        if not inside.size:
+        step_rows = np.flatnonzero((rows["step"] == int(number)).fill_null(False).to_numpy())
+        if not step_rows.size:
             steps = trace.steps["step"].to_list()
             have = f"it has {steps[0]} to {steps[-1]}" if steps else "it has no steps"
             raise UsageError(f"nothing was allocated in step {number} of this run; {have}", slug="no-such-step")
-        return int(inside[levels[inside + 1].argmax()])
-    if at.isascii() and at.isdigit():
-        return int(np.searchsorted(rows["time_ns"].to_numpy(), trace.start_ns + int(at), side="right")) - 1
+        return int(step_rows[levels[step_rows + 1].argmax()])
+    if instant.isascii() and instant.isdigit():
+        return int(np.searchsorted(rows["time_ns"].to_numpy(), trace.start_ns + int(instant), side="right")) - 1
     raise UsageError(
-        f"`{at}` is no instant", slug="bad-instant", hint="give peak, start, end, `step 3`, or a time as 12.5ms"
+        f"`{instant}` is no instant", slug="bad-instant", hint="give peak, start, end, `step 3`, or a time as 12.5ms"
     )
 
 
@@ -514,53 +530,57 @@ def collapse_chains(tree: list[MemoryNodeRow]) -> list[MemoryNodeRow]:
     Args:
         tree: The first is the root.
     """
-    inside: dict[int, int] = {}
+    child_counts: dict[int, int] = {}
     for row in tree:
         if row["parent"] is not None:
-            inside[row["parent"]] = inside.get(row["parent"], 0) + 1
-    above: dict[int | None, tuple[int, str]] = {None: (0, "")}
+            child_counts[row["parent"]] = child_counts.get(row["parent"], 0) + 1
+    prefixes: dict[int | None, tuple[int, str]] = {None: (0, "")}
     out: list[MemoryNodeRow] = []
     for row in tree:
-        depth, prefix = above[row["parent"]]
+        depth, prefix = prefixes[row["parent"]]
         label = f"{prefix}.{row['name']}" if prefix else row["name"]
-        chain = inside.get(row["node"]) == 1 and not row["self_bytes"] and row["parent"] is not None
-        above[row["node"]] = (depth, label) if chain else (depth + 1, "")
+        chain = child_counts.get(row["node"]) == 1 and not row["self_bytes"] and row["parent"] is not None
+        prefixes[row["node"]] = (depth, label) if chain else (depth + 1, "")
         if not chain:
             out.append({**row, "depth": depth, "name": INDENT * depth + label})
     return out
 
 
-HELD = (Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("block_count", "Blocks", "count"))
-_SMALLEST = 1000  # a memory with less than this part of the largest is not worth a picture
+HELD_COLUMNS = (
+    Col("bytes", "Bytes", "bytes"),
+    Col("fraction", "Share", "share"),
+    Col("block_count", "Blocks", "count"),
+)
+_MIN_MEMORY_RATIO = 1000  # a memory with less than this part of the largest is not worth a picture
 
 
 def select_memories(memories: list[MemoryMemoryRow]) -> list[MemoryMemoryRow]:
     """The memories of a rank that are worth a screen, the one with the highest peak first."""
     ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
-    return [memory for memory in ordered if memory["peak_bytes"] * _SMALLEST >= ordered[0]["peak_bytes"]]
+    return [memory for memory in ordered if memory["peak_bytes"] * _MIN_MEMORY_RATIO >= ordered[0]["peak_bytes"]]
 
 
-def scopes(memory: MemoryMemoryRow, key: str) -> Table:
+def build_scopes_table(memory: MemoryMemoryRow, key: str) -> Table:
     """Who holds what, each row with the indented ones below it."""
-    own = Col("self_bytes", "Its own", "bytes", "held by no row below it")
-    columns = [*HELD, own, Col("name", "Scope and operator", "name")]
+    self_column = Col("self_bytes", "Its own", "bytes", "held by no row below it")
+    columns = [*HELD_COLUMNS, self_column, Col("name", "Scope and operator", "name")]
     return Table(key, "Memory by scope", columns, collapse_chains(memory["tree"]))
 
 
-def modules(memory: MemoryMemoryRow, key: str) -> Table:
+def build_modules_table(memory: MemoryMemoryRow, key: str) -> Table:
     """The part of the model."""
-    return Table(key, "Memory by module", [*HELD, Col("name", "Module", "name")], memory["modules"])
+    return Table(key, "Memory by module", [*HELD_COLUMNS, Col("name", "Module", "name")], memory["modules"])
 
 
-def categories(memory: MemoryMemoryRow, key: str) -> Table:
+def build_categories_table(memory: MemoryMemoryRow, key: str) -> Table:
     """What it is for, and how that is known."""
     hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
-    columns = [Col("name", "Category"), *HELD, Col("evidence", "Evidence", "text", hint)]
+    columns = [Col("name", "Category"), *HELD_COLUMNS, Col("evidence", "Evidence", "text", hint)]
     rows = [{**row, "name": row["category"].replace("_", " ")} for row in memory["categories"]]
     return Table(key, "Memory by category", columns, rows)
 
 
-def largest(memory: MemoryMemoryRow, key: str, why: Mapping[str, str] | None = None) -> Table:
+def build_largest_table(memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None) -> Table:
     """The largest blocks alive at the instant."""
     rows = [
         {
@@ -579,11 +599,11 @@ def largest(memory: MemoryMemoryRow, key: str, why: Mapping[str, str] | None = N
         *([Col("owner", "Owner", "name", narrow=False)] if any(row["owner"] for row in rows) else []),
         Col("name", "Name", "name"),
     ]
-    unknown = {**(why or {}), "lifetime_ns": "it was not made and freed in the recording"}
+    unknown = {**(unknown_reasons or {}), "lifetime_ns": "it was not made and freed in the recording"}
     return Table(key, "Largest allocations", columns, rows, unknown=unknown)
 
 
-def growth(memory: MemoryMemoryRow, key: str, why: Mapping[str, str] | None = None) -> Table:
+def build_growth_table(memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None) -> Table:
     """What is made in a step and never freed, step after step."""
     columns = [
         Col("bytes_per_step", "Per step", "bytes"),
@@ -595,10 +615,10 @@ def growth(memory: MemoryMemoryRow, key: str, why: Mapping[str, str] | None = No
         Col("stack", "Stack", "name", narrow=False),
     ]
     note = "made in a step and never freed: a leak, or a cache"
-    return Table(key, "Grows with every step", columns, memory["growth"], note=note, unknown=why)
+    return Table(key, "Grows with every step", columns, memory["growth"], note=note, unknown=unknown_reasons)
 
 
-def activations(memory: MemoryMemoryRow, key: str) -> Table:
+def build_activations_table(memory: MemoryMemoryRow, key: str) -> Table:
     """What checkpointing each module would free, and what computing it again costs."""
     rows = memory["activations"]
     device = any(row["device_ns"] for row in rows)
@@ -613,7 +633,7 @@ def activations(memory: MemoryMemoryRow, key: str) -> Table:
     return Table(key, "Activations by module", columns, rows, note=note)
 
 
-def lifetimes(entry: MemoryRankRow, key: str) -> Table:
+def build_lifetimes_table(entry: MemoryRankRow, key: str) -> Table:
     """How long the blocks of one rank live, of those made and freed in the recording."""
     columns = [
         Col("life", "Lifetime"),
@@ -621,16 +641,16 @@ def lifetimes(entry: MemoryRankRow, key: str) -> Table:
         Col("bytes", "Bytes", "bytes", "summed over all of them"),
     ]
     rows = [
-        {**row, "life": f"{units.duration(row['from_ns'])} to {units.duration(row['to_ns'])}"}
+        {**row, "life": f"{units.format_duration(row['from_ns'])} to {units.format_duration(row['to_ns'])}"}
         for row in entry["lifetimes"]
     ]
     return Table(key, "Lifetimes", columns, rows)
 
 
-def ranks(document: MemoryDocument) -> Table:
+def build_ranks_table(document: MemoryDocument) -> Table:
     """The peak of every memory of every rank."""
     rows = [
-        {**memory, "rank": rank_name(entry, k), "where": labels_allocator(memory)}
+        {**memory, "rank": format_rank_name(entry, k), "where": labels_allocator(memory)}
         for k, entry in enumerate(document["ranks"])
         for memory in entry["memories"]
     ]
@@ -646,36 +666,39 @@ def ranks(document: MemoryDocument) -> Table:
     return Table("rank-table", "Peaks by rank", columns, rows, unknown={"peak_step": "the peak is outside all steps"})
 
 
-def alive_at_out_of_memory(entry: MemoryEndRow, key: str) -> Table:
+def build_out_of_memory_table(entry: MemoryEndRow, key: str) -> Table:
     """What was alive when memory ran out."""
     columns = [Col("bytes", "Bytes", "bytes"), Col("fraction", "Share", "share"), Col("name", "Alive then", "name")]
     return Table(key, "Alive when memory ran out", columns, collapse_chains(entry["tree"]))
 
 
-def job(document: MemoryDocument) -> Iterator[str]:
+def describe_job(document: MemoryDocument) -> Iterator[str]:
     """A sentence for each kind of memory that several ranks have."""
     for row in document["job"]:
         if row["count"] > 1:
-            least, most = units.size(row["smallest_peak_bytes"]), units.size(row["largest_peak_bytes"])
+            min_peak, max_peak = (
+                units.format_size(row["smallest_peak_bytes"]),
+                units.format_size(row["largest_peak_bytes"]),
+            )
             yield (
-                f"{row['count']} × {row['device_type']}: peaks from {least} to {most}, "
-                f"{units.size(row['sum_of_peaks_bytes'])} in all; the largest is {row['imbalance']:.2f} × the mean."
+                f"{row['count']} × {row['device_type']}: peaks from {min_peak} to {max_peak}, "
+                f"{units.format_size(row['sum_of_peaks_bytes'])} in all; the largest is {row['imbalance']:.2f} × the mean."
             )
 
 
-def state_of_allocator(memory: MemoryMemoryRow) -> str:
+def describe_allocator(memory: MemoryMemoryRow) -> str:
     """What the allocator holds at the end and cannot use; empty where that is not known."""
     row = memory["allocator"]
     if not row:
         return ""
-    size = units.size
+    size = units.format_size
     facts = [f"at the end {size(row['allocated_bytes'])} allocated of {size(row['reserved_bytes'])} reserved"]
     if row["largest_free_bytes"] is not None:
         facts.append(f"largest free block {size(row['largest_free_bytes'])} of {size(row['free_bytes'])} free")
     if row["split_bytes"]:
         facts.append(f"{size(row['split_bytes'])} free in split segments")
     if row["retries"]:
-        facts.append(f"{units.count_of(row['retries'], 'retry')}")
+        facts.append(f"{units.format_quantity(row['retries'], 'retry')}")
     if row["outside_bytes"] is not None:
         facts.append(f"{size(row['outside_bytes'])} in use outside this allocator")
     return "Allocator: " + " · ".join(facts)

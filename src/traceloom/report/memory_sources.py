@@ -11,11 +11,11 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze import memory_snapshot as why
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.memory_answers import ExplainedMemory, answers, explain, growth
-from traceloom.analyze.memory_blocks import instants
-from traceloom.analyze.memory_names import innermost
-from traceloom.analyze.memory_owners import LONG, SHORT, slices, tree_of
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.memory_answers import ExplainedMemory, build_allocations, explain, find_growth
+from traceloom.analyze.memory_blocks import choose_instants
+from traceloom.analyze.memory_names import find_innermost_events
+from traceloom.analyze.memory_owners import LONG_SCHEMA, SHORT_COLUMNS, build_tree, iterate_block_tables
 from traceloom.analyze.memory_snapshot import explain_snapshot
 from traceloom.errors import InputError, UsageError
 from traceloom.formats import load
@@ -28,18 +28,18 @@ from traceloom.formats.memory_files import (
     MemoryTimeline,
     detect_kind,
     find_sidecar,
-    rank_of,
+    parse_integer,
+    parse_rank,
     read_allocations,
     read_out_of_memory,
     read_timeline,
-    whole,
 )
 from traceloom.formats.memory_snapshot import read_snapshot
 from traceloom.report.document import UnknownValues
-from traceloom.system.files import note_input, restore_addresses
+from traceloom.system.files import remember_input, restore_addresses
 from traceloom.trace.frames import to_rows
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import Session, Snapshot, frame_text
+from traceloom.trace.session import MemorySnapshot, Session, format_frame
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class MemoryOptions:
     full_op_names: bool = False
 
 
-SNAPSHOT_ENDING, REPORT_ENDING, ALLOCATIONS_ENDING = ".memory.pickle", ".oom.json", ".allocations.json.gz"
+SNAPSHOT_SUFFIX, OUT_OF_MEMORY_SUFFIX, ALLOCATIONS_SUFFIX = ".memory.pickle", ".oom.json", ".allocations.json.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class OutOfMemoryReport:
 
 
 @dataclass
-class Sources:
+class MemorySources:
     """Everything that tells of memory.
 
     Attributes:
@@ -107,16 +107,16 @@ class Sources:
 
     name: str
     session: Session | None = None
-    snapshots: list[tuple[int | None, Snapshot]] = field(default_factory=list)
-    attached: dict[str, Snapshot] = field(default_factory=dict)
+    snapshots: list[tuple[int | None, MemorySnapshot]] = field(default_factory=list)
+    sidecar_snapshots: dict[str, MemorySnapshot] = field(default_factory=dict)
     timelines: list[MemoryTimeline] = field(default_factory=list)
     reports: list[OutOfMemoryReport] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
-    def explained(self, *, full_op_names: bool = False) -> Iterator[ExplainedMemory]:
+    def iterate_explained(self, *, full_op_names: bool = False) -> Iterator[ExplainedMemory]:
         """The blocks of each trace and each snapshot, one after the other."""
         for trace in self.session.traces if self.session is not None else ():
-            snapshot = self.attached.get(trace.meta.path)
+            snapshot = self.sidecar_snapshots.get(trace.meta.path)
             if trace.allocations.height:
                 yield explain(trace, full_op_names=full_op_names, snapshot=snapshot)
             if snapshot is not None and not (trace.allocations["device_type"] != "cpu").any():
@@ -125,12 +125,12 @@ class Sources:
             yield explain_snapshot(snapshot, rank)
 
     @property
-    def several(self) -> bool:
+    def has_multiple(self) -> bool:
         """Whether there is more than one trace or snapshot."""
         traces = 0 if self.session is None else len(self.session.traces)
         return traces + len(self.snapshots) > 1
 
-    def of_ranks(self, ranks: tuple[int, ...] | None) -> Sources:
+    def of_ranks(self, ranks: tuple[int, ...] | None) -> MemorySources:
         """Only these ranks; UsageError where one is not there."""
         if ranks is None:
             return self
@@ -139,38 +139,38 @@ class Sources:
         reports = [report for report in self.reports if report.rank in ranks]
         return replace(self, session=session, snapshots=snapshots, reports=reports)
 
-    def snapshot_of(self, trace: Trace) -> Snapshot | None:
+    def find_snapshot(self, trace: Trace) -> MemorySnapshot | None:
         """The snapshot beside a trace, or the one that the trace was made of."""
-        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.attached.values()]
-        made_of = next((snapshot for snapshot in snapshots if snapshot.path == trace.meta.path), None)
-        return self.attached.get(trace.meta.path, made_of)
+        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.sidecar_snapshots.values()]
+        source_snapshot = next((snapshot for snapshot in snapshots if snapshot.path == trace.meta.path), None)
+        return self.sidecar_snapshots.get(trace.meta.path, source_snapshot)
 
     def all_notices(self) -> list[Notice]:
         """Those of the run, of snapshots, and of files that were refused."""
-        run = list(self.session.notices) if self.session is not None else []
-        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.attached.values()]
-        return [*run, *self.notices, *(notice for snapshot in snapshots for notice in snapshot.notices)]
+        session_notices = list(self.session.notices) if self.session is not None else []
+        snapshots = [*(snapshot for _, snapshot in self.snapshots), *self.sidecar_snapshots.values()]
+        return [*session_notices, *self.notices, *(notice for snapshot in snapshots for notice in snapshot.notices)]
 
     @property
     def epoch_ns(self) -> int:
         """What times are relative to: the start of the run, else the first thing known."""
         if self.session is not None:
             return self.session.epoch_ns
-        starts = [int(line.time_ns[0]) for line in self.timelines if line.time_ns.size]
+        starts = [int(timeline.time_ns[0]) for timeline in self.timelines if timeline.time_ns.size]
         starts += [explain_snapshot(snapshot).trace.start_ns for _, snapshot in self.snapshots]
         starts += [time for report in self.reports if isinstance(time := report.document.get("time_ns"), int)]
         return min(starts, default=0)
 
 
-def of_session(session: Session) -> Sources:
+def read_session_memory_sources(session: Session) -> MemorySources:
     """A run, with the files about memory that the recorder left beside its traces."""
-    out = Sources(session.name, session)
+    sources = MemorySources(session.name, session)
     for trace in session.traces:
-        _beside(trace, out)
-    return out
+        _add_sidecars(trace, sources)
+    return sources
 
 
-def find(paths: list[str], *, cache: bool = True) -> Sources:
+def read_memory_sources(paths: list[str], *, cache: bool = True) -> MemorySources:
     """Tell by their content what the files are, and read them.
 
     Args:
@@ -182,79 +182,79 @@ def find(paths: list[str], *, cache: bool = True) -> Sources:
         InputError: nothing that was given can be read.
         UsageError: as `traceloom.load`.
     """
-    out = Sources(restore_addresses(", ".join(paths)))
-    rest = []
+    sources = MemorySources(restore_addresses(", ".join(paths)))
+    session_paths = []
     for text in paths:
         path = Path(text)
         kind = detect_kind(path) if path.is_file() else None
         if kind == SNAPSHOT:
-            out.snapshots.append((rank_of(path), read_snapshot(path)))
+            sources.snapshots.append((parse_rank(path), read_snapshot(path)))
         elif kind == TIMELINE:
-            out.timelines.append(read_timeline(path))
+            sources.timelines.append(read_timeline(path))
         elif kind == OUT_OF_MEMORY:
-            out.reports.append(OutOfMemoryReport(rank_of(path), text, read_out_of_memory(path)))
+            sources.reports.append(OutOfMemoryReport(parse_rank(path), text, read_out_of_memory(path)))
         elif kind == ALLOCATIONS:
-            _add_allocations(path, out)
+            _add_allocations(path, sources)
         else:
-            rest.append(text)
-    if not rest:
-        return out
+            session_paths.append(text)
+    if not session_paths:
+        return sources
     try:
-        session = load(*rest, cache=cache)
+        session = load(*session_paths, cache=cache)
     except InputError as error:
-        if error.slug not in ("no-traces", "damaged-capture") or not _without_traces(rest, out):
+        if error.slug not in ("no-traces", "damaged-capture") or not _add_directory_files(session_paths, sources):
             raise
-        return out
-    out.session, out.name = session, session.name
+        return sources
+    sources.session, sources.name = session, session.name
     for trace in session.traces:
-        _beside(trace, out)
-    return out
+        _add_sidecars(trace, sources)
+    return sources
 
 
-def _without_traces(paths: list[str], out: Sources) -> bool:
+def _add_directory_files(paths: list[str], sources: MemorySources) -> bool:
     """A run that ended before its window was written may have left a report alone."""
-    has_files = False
-    for folder in (Path(text) for text in paths):
-        if not folder.is_dir():
+    found_any = False
+    for directory in (Path(text) for text in paths):
+        if not directory.is_dir():
             continue
-        for path in sorted(folder.glob(f"*{REPORT_ENDING}")):
-            note_input(path)
-            out.reports.append(OutOfMemoryReport(rank_of(path), str(path), read_out_of_memory(path)))
-            has_files = True
-        for path in sorted(folder.glob(f"*{SNAPSHOT_ENDING}")):
-            note_input(path)
-            out.snapshots.append((rank_of(path), read_snapshot(path)))
-            has_files = True
-        for path in sorted(folder.glob(f"*{ALLOCATIONS_ENDING}")):
-            note_input(path)
-            _add_allocations(path, out)
-            has_files = True
-    return has_files
+        for path in sorted(directory.glob(f"*{OUT_OF_MEMORY_SUFFIX}")):
+            remember_input(path)
+            sources.reports.append(OutOfMemoryReport(parse_rank(path), str(path), read_out_of_memory(path)))
+            found_any = True
+        for path in sorted(directory.glob(f"*{SNAPSHOT_SUFFIX}")):
+            remember_input(path)
+            sources.snapshots.append((parse_rank(path), read_snapshot(path)))
+            found_any = True
+        for path in sorted(directory.glob(f"*{ALLOCATIONS_SUFFIX}")):
+            remember_input(path)
+            _add_allocations(path, sources)
+            found_any = True
+    return found_any
 
 
-def _add_allocations(path: Path, out: Sources) -> None:
+def _add_allocations(path: Path, sources: MemorySources) -> None:
     rank, snapshots = read_allocations(path)
-    out.snapshots += [(rank, snapshot) for snapshot in snapshots]
+    sources.snapshots += [(rank, snapshot) for snapshot in snapshots]
 
 
-def _beside(trace: Trace, out: Sources) -> None:
+def _add_sidecars(trace: Trace, sources: MemorySources) -> None:
     """What the recorder left for the process of this trace; files that cannot be read become notices."""
     try:
-        snapshot = find_sidecar(trace, SNAPSHOT_ENDING)
+        snapshot = find_sidecar(trace, SNAPSHOT_SUFFIX)
         if snapshot is not None:
-            out.attached[trace.meta.path] = read_snapshot(snapshot)
-        allocations = find_sidecar(trace, ALLOCATIONS_ENDING)
+            sources.sidecar_snapshots[trace.meta.path] = read_snapshot(snapshot)
+        allocations = find_sidecar(trace, ALLOCATIONS_SUFFIX)
         if allocations is not None:
-            _add_allocations(allocations, out)
-        report = find_sidecar(trace, REPORT_ENDING)
-        if report is not None and str(report) not in {other.path for other in out.reports}:
-            out.reports.append(OutOfMemoryReport(trace.rank, str(report), read_out_of_memory(report)))
+            _add_allocations(allocations, sources)
+        report = find_sidecar(trace, OUT_OF_MEMORY_SUFFIX)
+        if report is not None and str(report) not in {other.path for other in sources.reports}:
+            sources.reports.append(OutOfMemoryReport(trace.rank, str(report), read_out_of_memory(report)))
     except InputError as error:
-        out.notices.append(Notice("refused-input", "warning", str(error), rank=trace.rank))
+        sources.notices.append(Notice("refused-input", "warning", str(error), rank=trace.rank))
 
 
-_NONE = "a memory timeline holds levels by category, not single allocations"
-_PATHS = (
+_TIMELINE_UNKNOWN_REASON = "a memory timeline holds levels by category, not single allocations"
+_TIMELINE_UNKNOWN_PATHS = (
     "memories[*].largest", "memories[*].growth", "memories[*].activations", "memories[*].allocator",
     "memories[*].capacity_bytes", "memories[*].peak_step", "memories[*].start_bytes", "memories[*].curve.stacks",
     "memories[*].reserved_at_peak_bytes", "ranks[*].lifetimes", "memories[*].categories[*].block_count",
@@ -262,50 +262,53 @@ _PATHS = (
 )  # fmt: skip
 
 
-def entry(timeline: MemoryTimeline, at: str, absent: UnknownValues) -> MemoryRankRow:
+def build_timeline_row(timeline: MemoryTimeline, instant: str, unknowns: UnknownValues) -> MemoryRankRow:
     """One entry of `ranks`.
 
     Raises:
         UsageError: slug `bad-instant`, for an instant that only a run with steps has.
     """
-    for path in _PATHS:
-        absent.say(path, _NONE)
+    for path in _TIMELINE_UNKNOWN_PATHS:
+        unknowns.say(path, _TIMELINE_UNKNOWN_REASON)
     total = timeline.levels.sum(axis=0)
-    times = timeline.time_ns - absent.epoch_ns
-    if not total.size or at == "peak":
+    times = timeline.time_ns - unknowns.epoch_ns
+    if not total.size or instant == "peak":
         index = int(total.argmax()) if total.size else 0
-    elif at in ("start", "end"):
-        index = 0 if at == "start" else total.size - 1
-    elif at.isascii() and at.isdigit():
-        index = max(int(np.searchsorted(times, int(at), side="right")) - 1, 0)
+    elif instant in ("start", "end"):
+        index = 0 if instant == "start" else total.size - 1
+    elif instant.isascii() and instant.isdigit():
+        index = max(int(np.searchsorted(times, int(instant), side="right")) - 1, 0)
     else:
         raise UsageError(
-            f"a memory timeline has no instant `{at}`",
+            f"a memory timeline has no instant `{instant}`",
             slug="bad-instant",
             hint="give peak, start, end, or a time as 12.5ms",
         )
     peak = int(total.argmax()) if total.size else 0
-    rows = instants(total) + 1  # positions in the levels themselves: there is no start before them
+    curve_positions = choose_instants(total) + 1  # positions in the levels themselves: there is no start before them
     levels = timeline.levels[:, index] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
-    held = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
-    held.sort(key=lambda pair: (-pair[1], pair[0]))
-    whole = max(sum(size for _, size in held), 1)
+    bytes_by_category = [(name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size]
+    bytes_by_category.sort(key=lambda pair: (-pair[1], pair[0]))
+    held_bytes = max(sum(size for _, size in bytes_by_category), 1)
     parts: list[MemoryPartRow] = [
-        {"name": name, "bytes": size, "block_count": None, "fraction": size / whole} for name, size in held
+        {"name": name, "bytes": size, "block_count": None, "fraction": size / held_bytes}
+        for name, size in bytes_by_category
     ]
     curve: list[MemorySeriesRow] = [
         {"name": name, "bytes": level.tolist()}
-        for name, level in zip(CATEGORIES, timeline.levels[:, rows], strict=True)
+        for name, level in zip(CATEGORIES, timeline.levels[:, curve_positions], strict=True)
         if level.any()
     ]
     categories: list[MemoryCategoryRow] = [
         {
             "category": name, "evidence": "none" if name == "unknown" else "recorded", "bytes": size,
-            "block_count": None, "fraction": size / whole,
+            "block_count": None, "fraction": size / held_bytes,
         }
-        for name, size in held
+        for name, size in bytes_by_category
     ]  # fmt: skip
-    tree: list[Any] = tree_of([((name,), size, 0) for name, size in held]).to_dicts()  # as the document has it
+    tree: list[Any] = build_tree(
+        [((name,), size, 0) for name, size in bytes_by_category]
+    ).to_dicts()  # as the document has it
     memory: MemoryMemoryRow = {
         "device_type": "device",
         "device": -1,
@@ -319,7 +322,10 @@ def entry(timeline: MemoryTimeline, at: str, absent: UnknownValues) -> MemoryRan
         "free_count": timeline.destroyed,
         "reserved_at_peak_bytes": None,
         "capacity_bytes": None,
-        "instant": {"time_ns": int(times[index]) if total.size else 0, "bytes": sum(size for _, size in held)},
+        "instant": {
+            "time_ns": int(times[index]) if total.size else 0,
+            "bytes": sum(size for _, size in bytes_by_category),
+        },
         "tree": tree,
         "categories": categories,
         "parts": parts,
@@ -328,21 +334,21 @@ def entry(timeline: MemoryTimeline, at: str, absent: UnknownValues) -> MemoryRan
         "modules": [],
         "activations": [],
         "allocator": None,
-        "curve": {"time_ns": times[rows].tolist(), "categories": curve, "scopes": curve, "stacks": None},
+        "curve": {"time_ns": times[curve_positions].tolist(), "categories": curve, "scopes": curve, "stacks": None},
     }
     return {"rank": None, "path": timeline.path, "memories": [memory], "steps": [], "lifetimes": []}
 
 
-MARK = "[OutOfMemory]"
-MOST_FRAMES = 60
-_DEVICE = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
-_OF_CATEGORY = {
-    "parameter": why.KINDS["parameter"], "buffer": why.KINDS["buffer"], "gradient": why.KINDS["gradient"],
-    "optimizer_state": why.KINDS["optimizer_state"], "activation": why.KINDS["activation"],
+OUT_OF_MEMORY_EVENT_NAME = "[OutOfMemory]"
+MAX_STACK_FRAMES = 60
+_DEVICE_KEYS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "retries")
+_KIND_BY_CATEGORY = {
+    "parameter": why.OWNER_LABELS["parameter"], "buffer": why.OWNER_LABELS["buffer"], "gradient": why.OWNER_LABELS["gradient"],
+    "optimizer_state": why.OWNER_LABELS["optimizer_state"], "activation": why.OWNER_LABELS["activation"],
 }  # fmt: skip
 
 
-class OutOfMemoryHolders(TypedDict):
+class OutOfMemoryBreakdown(TypedDict):
     """The part of an entry that says who held what, the same as a tree, and what to try."""
 
     bytes: int
@@ -351,7 +357,9 @@ class OutOfMemoryHolders(TypedDict):
     advice: list[MemoryAdviceRow]
 
 
-def of_reports(sources: Sources, ranks: list[MemoryRankRow], epoch_ns: int) -> list[MemoryEndRow]:
+def build_reported_out_of_memory_rows(
+    sources: MemorySources, ranks: list[MemoryRankRow], epoch_ns: int
+) -> list[MemoryEndRow]:
     """One entry for each report that a run left.
 
     Args:
@@ -359,15 +367,15 @@ def of_reports(sources: Sources, ranks: list[MemoryRankRow], epoch_ns: int) -> l
         ranks: Entries of the document: they know what grows.
         epoch_ns: What times are relative to.
     """
-    out: list[MemoryEndRow] = []
+    rows: list[MemoryEndRow] = []
     for report in sources.reports:
         document = report.document
-        listed = document.get("stack")
-        stack = [str(frame)[:2000] for frame in listed[-MOST_FRAMES:]] if isinstance(listed, list) else []
-        live = why.census_of(document)
-        asked_bytes, time = whole(document.get("asked_bytes")), whole(document.get("time_ns"))
-        devices = _devices(document.get("devices"))
-        world = sources.session.world_size if sources.session is not None else None
+        raw_stack = document.get("stack")
+        stack = [str(frame)[:2000] for frame in raw_stack[-MAX_STACK_FRAMES:]] if isinstance(raw_stack, list) else []
+        census = why.parse_report_census(document)
+        asked_bytes, time = parse_integer(document.get("asked_bytes")), parse_integer(document.get("time_ns"))
+        devices = _build_device_rows(document.get("devices"))
+        world_size = sources.session.world_size if sources.session is not None else None
         growing = [
             (row["site"], row["bytes_per_step"], row["bytes"])
             for entry in ranks
@@ -375,44 +383,56 @@ def of_reports(sources: Sources, ranks: list[MemoryRankRow], epoch_ns: int) -> l
             for memory in entry["memories"]
             for row in memory["growth"]
         ]
-        held = why.kinds(live)
-        suggestions = why.advice(
-            held, live, asked=asked_bytes, stack=stack, devices=devices, ranks=world, growing=growing
+        bytes_by_kind = why.compute_bytes_by_kind(census)
+        suggestions = why.list_advice(
+            bytes_by_kind,
+            census,
+            requested_bytes=asked_bytes,
+            stack=stack,
+            devices=devices,
+            ranks=world_size,
+            growing=growing,
         )
-        out.append(
+        rows.append(
             {
                 "rank": report.rank,
                 "path": report.path,
                 "evidence": "census",
                 "time_ns": None if time is None else time - epoch_ns,
-                "step": whole(document.get("step")),
+                "step": parse_integer(document.get("step")),
                 "asked_bytes": asked_bytes,
                 "message": str(document.get("message", ""))[:4000],
-                "where": why.where_in_program(stack),
+                "where": why.find_user_frame(stack),
                 "stack": stack,
                 "devices": devices,
-                **_holders(held, why.tree(live), suggestions),
+                **_build_breakdown(bytes_by_kind, why.build_live_tree(census), suggestions),
             }
         )
-    return out
+    return rows
 
 
-def of_blocks(explained: ExplainedMemory, sources: Sources, epoch_ns: int) -> list[MemoryEndRow]:
+def build_recorded_out_of_memory_rows(
+    explained: ExplainedMemory, sources: MemorySources, epoch_ns: int
+) -> list[MemoryEndRow]:
     """One entry for each time that a trace or a snapshot says that memory ran out, where no report says it better."""
     if explained.trace.rank in {report.rank for report in sources.reports}:
         return []
     if explained.stacks is None:
-        return _of_marks(explained, epoch_ns)
-    snapshots = [*(snapshot for _, snapshot in sources.snapshots), *sources.attached.values()]
+        return _build_marked_out_of_memory_rows(explained, epoch_ns)
+    snapshots = [*(snapshot for _, snapshot in sources.snapshots), *sources.sidecar_snapshots.values()]
     snapshot = next(snapshot for snapshot in snapshots if snapshot.path == explained.trace.meta.path)
-    ends = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
+    out_of_memory_entries = snapshot.entries.with_row_index("order").filter(pl.col("action") == "oom")
     times = explained.trace.allocations["time_ns"].to_numpy()
-    out: list[MemoryEndRow] = []
-    for asked_bytes, time_us, number, free in ends.select("bytes", "time_us", "stack", "address").rows():
-        stack = [frame_text(frame) for frame in reversed(snapshot.stacks[number])][-MOST_FRAMES:]
-        python = [frame for frame in stack if ".py(" in frame]
-        row = times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
-        out.append(
+    rows: list[MemoryEndRow] = []
+    for asked_bytes, time_us, stack_index, free_bytes in out_of_memory_entries.select(
+        "bytes", "time_us", "stack", "address"
+    ).rows():
+        stack = [format_frame(frame) for frame in reversed(snapshot.stacks[stack_index])][-MAX_STACK_FRAMES:]
+        python_stack = [frame for frame in stack if ".py(" in frame]
+        allocation_row = (
+            times.size - 1 if time_us is None else int(np.searchsorted(times, time_us * 1000, side="right")) - 1
+        )
+        rows.append(
             {
                 "rank": explained.trace.rank,
                 "path": snapshot.path,
@@ -420,21 +440,25 @@ def of_blocks(explained: ExplainedMemory, sources: Sources, epoch_ns: int) -> li
                 "time_ns": None if time_us is None else time_us * 1000 - epoch_ns,
                 "step": None,
                 "asked_bytes": asked_bytes,
-                "message": f"{free} bytes were free on the device",
-                "where": why.where_in_program(python or stack),
+                "message": f"{free_bytes} bytes were free on the device",
+                "where": why.find_user_frame(python_stack or stack),
                 "stack": stack,
                 "devices": [],
-                **_of_blocks(explained, row, asked_bytes, python or stack),
+                **_compute_breakdown(explained, allocation_row, asked_bytes, python_stack or stack),
             }
         )
-    return out
+    return rows
 
 
-def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why.Advice]) -> OutOfMemoryHolders:
-    total = sum(held.values())
+def _build_breakdown(
+    bytes_by_kind: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why.Advice]
+) -> OutOfMemoryBreakdown:
+    total = sum(bytes_by_kind.values())
     return {
         "bytes": total,
-        "kinds": [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()],
+        "kinds": [
+            {"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in bytes_by_kind.items()
+        ],
         "tree": to_rows(tree),
         "advice": [
             {"action": advice.action, "text": advice.text, "bytes": advice.bytes, "why": advice.why}
@@ -443,17 +467,17 @@ def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why
     }
 
 
-def _devices(listed: object) -> list[MemoryDeviceRow]:
+def _build_device_rows(raw_devices: object) -> list[MemoryDeviceRow]:
     """What the allocators said, with what is in use outside them."""
-    out: list[MemoryDeviceRow] = []
-    for entry in listed if isinstance(listed, list) else []:
-        if not isinstance(entry, dict) or any((whole(entry.get(key)) or 0) < 0 for key in _DEVICE):
+    rows: list[MemoryDeviceRow] = []
+    for entry in raw_devices if isinstance(raw_devices, list) else []:
+        if not isinstance(entry, dict) or any((parse_integer(entry.get(key)) or 0) < 0 for key in _DEVICE_KEYS):
             continue
-        allocated, reserved, free, total, retries = (whole(entry.get(key)) or 0 for key in _DEVICE)
-        out.append(
+        allocated, reserved, free, total, retries = (parse_integer(entry.get(key)) or 0 for key in _DEVICE_KEYS)
+        rows.append(
             {
                 "device_type": str(entry.get("device_type", ""))[:40],
-                "device": whole(entry.get("device")),
+                "device": parse_integer(entry.get("device")),
                 "allocated_bytes": allocated,
                 "reserved_bytes": reserved,
                 "free_bytes": free,
@@ -462,29 +486,37 @@ def _devices(listed: object) -> list[MemoryDeviceRow]:
                 "outside_bytes": max(total - free - reserved, 0),
             }
         )
-    return out
+    return rows
 
 
-def _of_marks(explained: ExplainedMemory, epoch_ns: int) -> list[MemoryEndRow]:
+def _build_marked_out_of_memory_rows(explained: ExplainedMemory, epoch_ns: int) -> list[MemoryEndRow]:
     """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the blocks."""
     trace = explained.trace
-    marks = trace.marks.filter(pl.col("name") == MARK)
-    if not marks.height:
+    out_of_memory_events = trace.marks.filter(pl.col("name") == OUT_OF_MEMORY_EVENT_NAME)
+    if not out_of_memory_events.height:
         return []
-    threads = marks.select(
+    threads = out_of_memory_events.select(
         "time_ns", pl.col("process").cast(pl.Int64, strict=False), pl.col("thread").cast(pl.Int64, strict=False)
     )
-    positions = innermost(trace, forest(trace), threads)
-    at = np.searchsorted(trace.allocations["time_ns"].to_numpy(), marks["time_ns"].to_numpy(), side="right") - 1
-    out: list[MemoryEndRow] = []
-    for k, (time, asked_bytes) in enumerate(marks.select("time_ns", "bytes").rows()):
-        position, where = int(positions[k]), None
-        if position >= 0:  # scope and op
-            places = explained.named.places
-            path, label = places.paths[int(places.path[position])], places.labels[int(places.label[position])]
-            where = f"{path}.{label}" if path else label
+    event_positions = find_innermost_events(trace, build_forest(trace), threads)
+    allocation_rows = (
+        np.searchsorted(
+            trace.allocations["time_ns"].to_numpy(), out_of_memory_events["time_ns"].to_numpy(), side="right"
+        )
+        - 1
+    )
+    rows: list[MemoryEndRow] = []
+    for index, (time, asked_bytes) in enumerate(out_of_memory_events.select("time_ns", "bytes").rows()):
+        event_position, location = int(event_positions[index]), None
+        if event_position >= 0:  # scope and op
+            scope_places = explained.named.places
+            path, label = (
+                scope_places.paths[int(scope_places.path[event_position])],
+                scope_places.labels[int(scope_places.label[event_position])],
+            )
+            location = f"{path}.{label}" if path else label
         step = trace.steps.filter((pl.col("start_ns") <= time) & (pl.col("end_ns") > time))["step"]
-        out.append(
+        rows.append(
             {
                 "rank": trace.rank,
                 "path": restore_addresses(trace.meta.path),
@@ -493,49 +525,57 @@ def _of_marks(explained: ExplainedMemory, epoch_ns: int) -> list[MemoryEndRow]:
                 "step": int(step[0]) if step.len() else None,
                 "asked_bytes": asked_bytes,
                 "message": "",
-                "where": where,
+                "where": location,
                 "stack": [],
                 "devices": [],
-                **_of_blocks(explained, int(at[k]), asked_bytes, []),
+                **_compute_breakdown(explained, int(allocation_rows[index]), asked_bytes, []),
             }
         )
-    return out
+    return rows
 
 
-def _of_blocks(explained: ExplainedMemory, row: int, asked_bytes: int | None, stack: list[str]) -> OutOfMemoryHolders:
+def _compute_breakdown(
+    explained: ExplainedMemory, allocation_row: int, asked_bytes: int | None, stack: list[str]
+) -> OutOfMemoryBreakdown:
     """Who held what just after a row of the allocations, in the memory that held most."""
     pools = range(len(explained.named.blocks.pools))
-    allocations = answers(explained, dict.fromkeys(pools, row))
+    allocations = build_allocations(explained, dict.fromkeys(pools, allocation_row))
     totals = allocations.categories.group_by("pool").agg(pl.col("bytes").sum()).sort("bytes", descending=True)
     pool = int(totals["pool"][0]) if totals.height else 0
     in_pool = pl.col("pool") == pool
-    held: dict[str, int] = {}
+    bytes_by_kind: dict[str, int] = {}
     for category, size in allocations.categories.filter(in_pool).select("category", "bytes").rows():
-        kind = _OF_CATEGORY.get(category, category.replace("_", " "))
-        held[kind] = held.get(kind, 0) + size
-    nobody = why.census_of({})
-    growing = growth(explained.trace, explained.named).select("site", "bytes_per_step", "bytes").rows()
-    suggestions = why.advice(held, nobody, asked=asked_bytes, stack=stack, devices=[], ranks=None, growing=growing)
-    largest_first = dict(sorted(held.items(), key=lambda pair: -pair[1]))
-    return _holders(largest_first, allocations.peak.filter(in_pool).drop("pool"), suggestions)
+        kind = _KIND_BY_CATEGORY.get(category, category.replace("_", " "))
+        bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + size
+    empty_census = why.parse_report_census({})
+    growing = find_growth(explained.trace, explained.named).select("site", "bytes_per_step", "bytes").rows()
+    suggestions = why.list_advice(
+        bytes_by_kind, empty_census, requested_bytes=asked_bytes, stack=stack, devices=[], ranks=None, growing=growing
+    )
+    largest_first = dict(sorted(bytes_by_kind.items(), key=lambda pair: -pair[1]))
+    return _build_breakdown(largest_first, allocations.peak.filter(in_pool).drop("pool"), suggestions)
 
 
-def write(sources: Sources, options: MemoryOptions, handle: BinaryIO, *, whole: bool) -> None:
-    """All allocations in the order they were made: `name,bytes`, and with `whole` all that is known of each.
+def write_allocations_csv(
+    sources: MemorySources, options: MemoryOptions, handle: BinaryIO, *, all_columns: bool
+) -> None:
+    """All allocations in the order they were made: `name,bytes`, and with `all_columns` all that is known of each.
 
     With several ranks a column `rank` stands first. Times are relative to the start of the run. Memory timelines tell
     of no single allocations.
     """
-    part = sources.of_ranks(options.ranks)
-    several = part.several
-    names = [*(["rank"] if several else []), *(LONG if whole else SHORT)]
-    handle.write((",".join(names) + "\n").encode())
-    epoch_ns = part.epoch_ns
-    for explained in part.explained(full_op_names=options.full_op_names):
-        stacks = explained.stack_reader() if whole else None
-        for rows in slices(explained.trace, explained.named, explained.kinds, explained.whose, stacks, whole=whole):
+    selected_sources = sources.of_ranks(options.ranks)
+    has_ranks = selected_sources.has_multiple
+    columns = [*(["rank"] if has_ranks else []), *(LONG_SCHEMA if all_columns else SHORT_COLUMNS)]
+    handle.write((",".join(columns) + "\n").encode())
+    epoch_ns = selected_sources.epoch_ns
+    for explained in selected_sources.iterate_explained(full_op_names=options.full_op_names):
+        stacks = explained.stack_reader() if all_columns else None
+        for rows in iterate_block_tables(
+            explained.trace, explained.named, explained.kinds, explained.whose, stacks, full_table=all_columns
+        ):
             rank = pl.lit(explained.trace.rank, dtype=pl.Int32)
-            frame = rows.with_columns(rank=rank) if several else rows
-            if whole:
+            frame = rows.with_columns(rank=rank) if has_ranks else rows
+            if all_columns:
                 frame = frame.with_columns(pl.col("time_ns") - epoch_ns)
-            frame.select(names).write_csv(handle, include_header=False)
+            frame.select(columns).write_csv(handle, include_header=False)

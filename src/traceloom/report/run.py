@@ -14,16 +14,25 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import polars as pl
 
 from traceloom import __version__, analyze
-from traceloom.analyze.quality import affected
+from traceloom.analyze.quality import list_affected
 from traceloom.errors import InvariantError, TraceloomError
 from traceloom.report.document import ReportOptions, UnknownValues
 from traceloom.report.findings import start_findings
-from traceloom.report.sections import FAILED, FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
+from traceloom.report.sections import (
+    EXTRA_KEYS,
+    FAILED_REASON,
+    FINDINGS,
+    NOT_REQUESTED_REASON,
+    collect_reasons,
+    load_core_sections,
+    load_section,
+    select_sections,
+)
 from traceloom.report.sections.section import Measurements, RankMeasurements, measure
 from traceloom.system.files import restore_addresses
-from traceloom.trace.batch import of_steps, together
+from traceloom.trace.batch import cut_session_to_steps, enable_batching
 from traceloom.trace.frames import to_rows
-from traceloom.trace.notice import Notice, worst_first
+from traceloom.trace.notice import Notice, sort_by_severity
 from traceloom.trace.session import Session
 
 if TYPE_CHECKING:
@@ -53,8 +62,8 @@ class SectionErrors:
         named: What was asked for by name: its failure is the failure of the report.
     """
 
-    def __init__(self, named: tuple[str, ...] | None) -> None:
-        self._named = named or ()
+    def __init__(self, requested: tuple[str, ...] | None) -> None:
+        self._named = requested or ()
         self._found: dict[str, Exception] = {}
 
     def guard(self, key: str, work: Callable[[], T]) -> T | None:
@@ -83,7 +92,7 @@ class SectionErrors:
         """Say why a section is not there: under its key, or the paths that it gives."""
         error = self._found[key]
         for path in paths or (key,):
-            absent.say(path, f"{FAILED}: {type(error).__name__}: {error}")
+            absent.say(path, f"{FAILED_REASON}: {type(error).__name__}: {error}")
 
     def notices(self) -> tuple[Notice, ...]:
         """One per section that is lost."""
@@ -102,7 +111,7 @@ FORMAT = "traceloom-report"
 VERSION = 1
 
 
-def build(session: Session, options: ReportOptions | None = None, *, beside: bool = False) -> ReportDocument:
+def build(session: Session, options: ReportOptions | None = None, *, separate_process: bool = False) -> ReportDocument:
     """The document of one run.
 
     Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
@@ -111,65 +120,67 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
     Args:
         session: The run.
         options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
-        beside: Whether the findings of a large job may be worked out in a process of its own, to which models that a
+        separate_process: Whether the findings of a large job may be worked out in a process of its own, to which models that a
             script has registered are not known.
 
     Raises:
         UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
     """
     options = options or ReportOptions()
-    chosen_sections = chosen(options.only)
-    whole = selected(session, replace(options, steps=None))
+    chosen_sections = select_sections(options.only)
+    complete_session = selected(session, replace(options, steps=None))
     part = selected(session, options)
-    absent = UnknownValues(part.epoch_ns, reasons(chosen_sections))
+    absent = UnknownValues(part.epoch_ns, collect_reasons(chosen_sections))
     faults = SectionErrors(options.only)
     with (
-        start_findings(whole, options, part.epoch_ns, beside=beside) as findings_of,
-        together(whole.traces),
-        together(part.traces),
+        start_findings(complete_session, options, part.epoch_ns, separate_process=separate_process) as findings_of,
+        enable_batching(complete_session.traces),
+        enable_batching(part.traces),
     ):
         # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
         # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
         ranks: list[RankMeasurements] = []
         results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
-        for trace, shown in zip(whole.traces, part.traces, strict=True):
+        for trace, visible_trace in zip(complete_session.traces, part.traces, strict=True):
             ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
-            for each in chosen_sections:
-                results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
+            for section in chosen_sections:
+                results[section.key].append(faults.guard(section.key, partial(section.measure, visible_trace, options)))
         # The chosen sections, one after the other; null where not asked for, or where one fails.
-        study: Measurements[Any] = Measurements(whole, part, options, ())
+        study: Measurements[Any] = Measurements(complete_session, part, options, ())
         sections: dict[str, Any] = {}
-        for key in KEYS:
+        for key in EXTRA_KEYS:
             if key not in results:
-                absent.say(key, NOT_ASKED)
+                absent.say(key, NOT_REQUESTED_REASON)
                 sections[key] = None
                 continue
-            build_one = partial(section_of(key).build, replace(study, results=results.pop(key)), absent)
+            build_one = partial(load_section(key).build, replace(study, results=results.pop(key)), absent)
             sections[key] = faults.guard(key, build_one)
             if faults.failed(key):
                 faults.say(key, absent)
         findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
-    core_study = Measurements(whole, part, options, ranks)
-    core_values = {each.key: each.build(core_study, absent) for each in core() if not each.shows_only}
+    core_study = Measurements(complete_session, part, options, ranks)
+    core_values = {
+        section.key: section.build(core_study, absent) for section in load_core_sections() if not section.shows_only
+    }
     if faults.failed(FINDINGS):
         faults.say(FINDINGS, absent, "findings", "findings_ground")
-    of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
-    notices = whole.all_notices() + of_ranks + faults.notices()
+    rank_notices = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
+    notices = complete_session.all_notices() + rank_notices + faults.notices()
     answer = analyze.answer(part, [m.facts for m in ranks])
     if answer.step_ns is None:
         absent.say("answer.step_ns")
     return {
-        **_head(session.name, part.epoch_ns),
+        **_build_head(session.name, part.epoch_ns),
         "answer": {
             "sentence": answer.sentence,
             "step_ns": answer.step_ns,
             "whole_ns": answer.whole_ns,
             "parts": to_rows(answer.parts),
         },
-        "inputs": _inputs((whole,), absent),
-        "notices": _notices(notices, absent),
+        "inputs": _build_input_rows((complete_session,), absent),
+        "notices": _build_notice_rows(notices, absent),
         "capture": absent.value(session.capture, "capture"),
-        "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
+        "ranks": [build_rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
         **cast("ReportDocument", core_values | sections),
         "findings": findings,
         "findings_ground": context,
@@ -180,8 +191,8 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
 
 def selected(session: Session, options: ReportOptions) -> Session:
     """The part of a session that a report with these options is about."""
-    whole = session if options.ranks is None else session.of_ranks(options.ranks)
-    return whole if options.steps is None else of_steps(whole, options.steps)
+    rank_session = session if options.ranks is None else session.of_ranks(options.ranks)
+    return rank_session if options.steps is None else cut_session_to_steps(rank_session, options.steps)
 
 
 def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> ReportDocument:
@@ -206,18 +217,18 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         )
     unknown: list[AbsentRow] = [
         {"path": path, "reason": "several runs are summed up; report one of them to see it"}
-        for path in sorted(["answer.step_ns", *_CORE, *KEYS])
+        for path in sorted(["answer.step_ns", *_CORE_PATHS, *EXTRA_KEYS])
     ]
     return {
-        **_head(name, 0),
+        **_build_head(name, 0),
         "answer": {
             "sentence": f"{len(sessions)} runs; choose one to see where its time goes.",
             "step_ns": None,
             "whole_ns": 0,
             "parts": [],
         },
-        "inputs": _inputs(sessions, absent),
-        "notices": _notices(notices, absent),
+        "inputs": _build_input_rows(sessions, absent),
+        "notices": _build_notice_rows(notices, absent),
         "capture": None,
         "ranks": [],
         "kernels": [],
@@ -226,7 +237,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
         "communication": {"collectives": [], "ranks": []},
         "memory": {"devices": [], "curve": []},
         "data_loading": None,
-        **cast("ReportDocument", dict.fromkeys(KEYS)),
+        **cast("ReportDocument", dict.fromkeys(EXTRA_KEYS)),
         "findings": [],
         "findings_ground": None,
         "runs": runs,
@@ -234,7 +245,7 @@ def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> R
     }
 
 
-_CORE = (
+_CORE_PATHS = (
     "capture",
     "communication",
     "data_loading",
@@ -248,7 +259,7 @@ _CORE = (
 )
 
 
-def _head(name: str, epoch_ns: int) -> ReportHead:
+def _build_head(name: str, epoch_ns: int) -> ReportHead:
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -258,7 +269,7 @@ def _head(name: str, epoch_ns: int) -> ReportHead:
     }
 
 
-def _inputs(sessions: Sequence[Session], absent: UnknownValues) -> list[InputRow]:
+def _build_input_rows(sessions: Sequence[Session], absent: UnknownValues) -> list[InputRow]:
     return [
         {
             "path": restore_addresses(trace.meta.path),
@@ -275,15 +286,15 @@ def _inputs(sessions: Sequence[Session], absent: UnknownValues) -> list[InputRow
     ]
 
 
-def _notices(notices: tuple[Notice, ...], absent: UnknownValues) -> list[NoticeRow]:
+def _build_notice_rows(notices: tuple[Notice, ...], absent: UnknownValues) -> list[NoticeRow]:
     # Readers and analyses may notice the same thing; it is said once per rank and place.
     distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
     if any(notice.rank is None for notice in distinct):
         absent.say("notices[*].rank")
-    return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(distinct)]
+    return [{**notice.to_dict(), "affects": list_affected(notice.slug)} for notice in sort_by_severity(distinct)]
 
 
-def rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) -> RankRow:
+def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) -> RankRow:
     """One entry of `ranks`; `cut` says that only chosen steps are told."""
     trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
     start, end = trace.start_ns, trace.end_ns
@@ -292,20 +303,20 @@ def rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) 
     causes: dict[int, dict[str, int]] = {}
     for row in measured.idle.totals.to_dicts():
         causes.setdefault(row["device"], {})[row["cause"]] = row["idle_ns"]
-    devices: list[DeviceRow] = absent.listed(gpu.devices, "ranks[*].devices")
-    steps: list[StepRow] = absent.listed(times.steps, "ranks[*].steps")
+    devices: list[DeviceRow] = absent.convert_list(gpu.devices, "ranks[*].devices")
+    steps: list[StepRow] = absent.convert_list(times.steps, "ranks[*].steps")
     account: GpuAccountRow | None = None
     if devices:
-        of_gpu = measured.facts.account
+        gpu_account = measured.facts.account
         account = {
-            "window": of_gpu.window,
-            "devices": absent.rows(of_gpu.devices, "ranks[*].gpu_account.devices"),
-            "idle": absent.rows(of_gpu.idle, "ranks[*].gpu_account.idle"),
+            "window": gpu_account.window,
+            "devices": absent.rows(gpu_account.devices, "ranks[*].gpu_account.devices"),
+            "idle": absent.rows(gpu_account.idle, "ranks[*].gpu_account.idle"),
         }
     else:
         absent.say("ranks[*].gpu_account")
-    inside = _by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
-    outside = _by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
+    in_steps = _split_by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
+    outside_steps = _split_by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
     step_times: StepTimesRow | None = None
     if times.count:
         step_times = {
@@ -327,27 +338,29 @@ def rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) 
         "window_ns": end - start,
         "event_count": trace.events.height,
         "devices": [{**device, "idle_causes": causes.get(device["device"], {})} for device in devices],
-        "steps": [{**step, "devices": inside.get(step["step"], [])} for step in steps],
-        "outside": outside.get(None, []),  # of the devices; with the steps, it adds up to the whole
+        "steps": [{**step, "devices": in_steps.get(step["step"], [])} for step in steps],
+        "outside": outside_steps.get(None, []),  # of the devices; with the steps, it adds up to the whole
         "gpu_account": account,
         "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
         "host": {
-            "threads": absent.listed(measured.host.threads, "ranks[*].host.threads"),
+            "threads": absent.convert_list(measured.host.threads, "ranks[*].host.threads"),
             "account": absent.rows(measured.host.account, "ranks[*].host.account"),
         },
         "step_times": step_times,
     }
 
 
-def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: UnknownValues) -> dict[int | None, list[DeviceTimeRow]]:
+def _split_by_step(
+    rows: pl.DataFrame, causes: pl.DataFrame, absent: UnknownValues
+) -> dict[int | None, list[DeviceTimeRow]]:
     """The devices' time inside each step, with its idle causes."""
-    named: dict[tuple[Any, Any], dict[str, int]] = {}
+    cause_times: dict[tuple[Any, Any], dict[str, int]] = {}
     for row in causes.to_dicts():
-        named.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
+        cause_times.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
     out: dict[int | None, list[DeviceTimeRow]] = {}
     entries: list[DeviceTimeRow] = absent.rows(
         rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices"
     )
     for step, entry in zip(rows["step"].to_list(), entries, strict=True):
-        out.setdefault(step, []).append({**entry, "idle_causes": named.get((step, entry["device"]), {})})
+        out.setdefault(step, []).append({**entry, "idle_causes": cause_times.get((step, entry["device"]), {})})
     return out

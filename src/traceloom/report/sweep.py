@@ -12,11 +12,11 @@ from rich.text import Text
 
 from traceloom import __version__
 from traceloom.report.document import Cells, Col
-from traceloom.report.figure import text
-from traceloom.report.labels import short
-from traceloom.report.views.page import key_numbers, list_sections, render_page
-from traceloom.report.views.page_table import table
-from traceloom.report.views.terminal_table import Cell, TextColumn, heading, lines
+from traceloom.report.figure import escape_html
+from traceloom.report.labels import fit_name
+from traceloom.report.views.page import list_sections, render_key_numbers, render_page
+from traceloom.report.views.page_table import render_html_table
+from traceloom.report.views.terminal_table import Cell, TextColumn, render_heading, render_table
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FORMAT = "traceloom-sweep"
 VERSION = 1
-_ROWS = 20
+_MAX_ROWS = 20
 
 
 def build(table: SweepTable, name: str) -> SweepDocument:
@@ -49,7 +49,7 @@ def build(table: SweepTable, name: str) -> SweepDocument:
     }
 
 
-def answered_points(points: Iterable[SweepPointRow]) -> list[AnsweredPointRow]:
+def select_answered_points(points: Iterable[SweepPointRow]) -> list[AnsweredPointRow]:
     """The points that have a time, in their order."""
 
     def has_time(point: SweepPointRow) -> TypeGuard[AnsweredPointRow]:
@@ -58,7 +58,7 @@ def answered_points(points: Iterable[SweepPointRow]) -> list[AnsweredPointRow]:
     return [point for point in points if has_time(point)]
 
 
-def parameter(point: Cells, key: str) -> SweptValue:
+def get_parameter(point: Cells, key: str) -> SweptValue:
     """The value of a parameter at a point: its key is the user's, and in no type."""
     value: SweptValue = point[key]
     return value
@@ -67,61 +67,65 @@ def parameter(point: Cells, key: str) -> SweptValue:
 def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal: the points that nobody beats, the quickest of the others, what the time depends on."""
     keys = document["keys"]
-    answered = answered_points(document["points"])
+    answered = select_answered_points(document["points"])
     refused = [row for row in document["points"] if row["time_ns"] is None]
     answered.sort(key=lambda row: (not row["pareto"], row["time_ns"]))
-    yield Text(short(document["name"], width), "bold")
+    yield Text(fit_name(document["name"], width), "bold")
     best = sum(row["pareto"] for row in answered)
     note = f"{best} of {len(answered)} that none beats in time and cost per sample and in ranks (*)"
-    yield from heading("Points", note, width)
+    yield from render_heading("Points", note, width)
     optional: dict[str, Callable[[AnsweredPointRow], str]] = {
-        "ranks": lambda row: units.NONE if row["ranks"] is None else f"{row['ranks']:,}",
-        "p10_ns": lambda row: units.duration(row["p10_ns"]),
-        "p90_ns": lambda row: units.duration(row["p90_ns"]),
-        "cost": lambda row: units.NONE if row["cost"] is None else f"{row['cost']:.3g}",
-        "memory_bytes": lambda row: units.size(row["memory_bytes"]),
+        "ranks": lambda row: units.UNKNOWN_TEXT if row["ranks"] is None else f"{row['ranks']:,}",
+        "p10_ns": lambda row: units.format_duration(row["p10_ns"]),
+        "p90_ns": lambda row: units.format_duration(row["p90_ns"]),
+        "cost": lambda row: units.UNKNOWN_TEXT if row["cost"] is None else f"{row['cost']:.3g}",
+        "memory_bytes": lambda row: units.format_size(row["memory_bytes"]),
     }
-    shown = {
+    visible_columns = {
         name: cell
         for name, cell in optional.items()
-        if name not in keys and any(cell(row) != units.NONE for row in answered)
+        if name not in keys and any(cell(row) != units.UNKNOWN_TEXT for row in answered)
     }
     points: list[list[Cell]] = [
         [
             "*" if row["pareto"] else "",
-            *(parameter_text(parameter(row, key)) for key in keys),
-            units.duration(row["time_ns"]),
-            *(cell(row) for cell in shown.values()),
+            *(format_parameter(get_parameter(row, key)) for key in keys),
+            units.format_duration(row["time_ns"]),
+            *(cell(row) for cell in visible_columns.values()),
         ]
-        for row in answered[:_ROWS]
+        for row in answered[:_MAX_ROWS]
     ]
-    titles = ["", *keys, "time", *(name.removesuffix("_ns").removesuffix("_bytes") for name in shown)]
-    yield from lines([TextColumn(title) for title in titles], points, ("", lambda *_: ""), width)
-    if len(answered) > _ROWS:
-        yield Text(f" and {len(answered) - _ROWS:,} more: -o sweep.csv has all")
+    titles = ["", *keys, "time", *(name.removesuffix("_ns").removesuffix("_bytes") for name in visible_columns)]
+    yield from render_table([TextColumn(title) for title in titles], points, ("", lambda *_: ""), width)
+    if len(answered) > _MAX_ROWS:
+        yield Text(f" and {len(answered) - _MAX_ROWS:,} more: -o sweep.csv has all")
     if refused:
-        yield from heading("No answer", units.count_of(len(refused), "point"), width)
-        reasons = Counter(row["reason"] or "unknown" for row in refused).most_common(_ROWS)
+        yield from render_heading("No answer", units.format_quantity(len(refused), "point"), width)
+        reasons = Counter(row["reason"] or "unknown" for row in refused).most_common(_MAX_ROWS)
         cells: list[list[Cell]] = [[f"{count:,}"] for _, count in reasons]
-        yield from lines([TextColumn("points")], cells, ("why", lambda i, room: short(reasons[i][0], room)), width)
+        yield from render_table(
+            [TextColumn("points")], cells, ("why", lambda i, room: fit_name(reasons[i][0], room)), width
+        )
     depends = document["sensitivities"]
     if depends:
-        yield from heading("Sensitivity", "per cent of the time per per cent of a parameter, between neighbours", width)
+        yield from render_heading(
+            "Sensitivity", "per cent of the time per per cent of a parameter, between neighbours", width
+        )
         cells = [
             [row["parameter"], *(f"{value:+.3f}" for value in (row["median"], row["low"], row["high"]))]
             for row in depends
         ]
         columns = [TextColumn("", right=False), *(TextColumn(name) for name in ("median", "least", "most"))]
-        yield from lines(columns, cells, ("", lambda *_: ""), width)
+        yield from render_table(columns, cells, ("", lambda *_: ""), width)
 
 
-def parameter_text(value: SweptValue) -> str:
+def format_parameter(value: SweptValue) -> str:
     """The value of a parameter, in few digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 84, 230, 14, 40
-_MOST_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
+_MAX_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
 _COLOURS = ("accent", "c-communication", "c-memory", "path", "c-optimizer", "c-backward", "c-sync", "c-launch", "ink",
             "c-loading")  # fmt: skip
 
@@ -132,46 +136,46 @@ def render(document: SweepDocument) -> str:
     Args:
         document: What `traceloom.report.sweep.build` made.
     """
-    answered = sorted(answered_points(document["points"]), key=lambda row: row["time_ns"])
+    answered = sorted(select_answered_points(document["points"]), key=lambda row: row["time_ns"])
     best, worst = answered[0], answered[-1]
     name = document["name"]
-    times = f"{units.duration(best['time_ns'])} to {units.duration(worst['time_ns'])}"
-    headline = f"{units.count_of(len(answered), 'point')}: {times}"
+    times = f"{units.format_duration(best['time_ns'])} to {units.format_duration(worst['time_ns'])}"
+    headline = f"{units.format_quantity(len(answered), 'point')}: {times}"
     numbers = [
-        ("Quickest", units.duration(best["time_ns"]), _words(best, document["keys"])),
-        ("Slowest", units.duration(worst["time_ns"]), _words(worst, document["keys"])),
+        ("Quickest", units.format_duration(best["time_ns"]), _describe_point(best, document["keys"])),
+        ("Slowest", units.format_duration(worst["time_ns"]), _describe_point(worst, document["keys"])),
         ("Not beaten", str(sum(row["pareto"] for row in answered)), "in time and cost per sample and in ranks"),
     ]
     return render_page(
         title=f"Sweep: {headline} – {name}",
         name=f"Sweep: {name}",
-        headline=f"<h1>{text(headline)}</h1>",
-        numbers=key_numbers((label, value, "", more) for label, value, more in numbers),
+        headline=f"<h1>{escape_html(headline)}</h1>",
+        numbers=render_key_numbers((label, value, "", detail) for label, value, detail in numbers),
         footer=(
-            f"<p>Traceloom {text(document.get('traceloom', ''))}</p>"
+            f"<p>Traceloom {escape_html(document.get('traceloom', ''))}</p>"
             "<p>The same for programs: <code>-o sweep.json</code>, <code>.csv</code>, <code>.parquet</code></p>"
         ),
-        **list_sections(_sections(document, answered)),
+        **list_sections(_render_sections(document, answered)),
     )
 
 
-def _words(point: AnsweredPointRow, keys: Sequence[str]) -> str:
-    return ", ".join(f"{key} {parameter_text(parameter(point, key))}" for key in keys)
+def _describe_point(point: AnsweredPointRow, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {format_parameter(get_parameter(point, key))}" for key in keys)
 
 
-def _sections(document: SweepDocument, answered: list[AnsweredPointRow]) -> Iterator[tuple[str, str, str, str]]:
+def _render_sections(document: SweepDocument, answered: list[AnsweredPointRow]) -> Iterator[tuple[str, str, str, str]]:
     keys = document["keys"]
     for number, key in enumerate(keys):
-        drawn = _curves(answered, key, [other for other in keys if other != key])
-        if drawn:
+        curves_html = _draw_curves(answered, key, [other for other in keys if other != key])
+        if curves_html:
             note = "The time over this parameter, a line for each choice of the others; a band from P10 to P90."
-            yield f"over-{number}", f"Over {text(key)}", note, drawn
+            yield f"over-{number}", f"Over {escape_html(key)}", note, curves_html
     if document["sensitivities"]:
         depends = (
             Col("parameter", "Parameter", "name"), Col("median", "Median", "number"), Col("low", "Least", "number"),
             Col("high", "Most", "number"),
         )  # fmt: skip
-        body = table("sensitivity-table", depends, document["sensitivities"], {}, "Sensitivity")
+        body = render_html_table("sensitivity-table", depends, document["sensitivities"], {}, "Sensitivity")
         yield (
             "sensitivity",
             "Sensitivity",
@@ -182,38 +186,38 @@ def _sections(document: SweepDocument, answered: list[AnsweredPointRow]) -> Iter
         document["points"], key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0)
     )
     rows: list[Cells] = [{**row, "mark": "*" if row["pareto"] else ""} for row in points]
-    swept = [Col(key, key, "number" if _numbers(rows, key) else "text") for key in keys]
-    rest = [
+    swept = [Col(key, key, "number" if _is_numeric(rows, key) else "text") for key in keys]
+    remaining_columns = [
         Col("time_ns", "Time", "time"), Col("p10_ns", "P10", "time"), Col("p90_ns", "P90", "time"),
         Col("ranks", "Ranks", "count"), Col("cost", "Cost", "number"), Col("memory_bytes", "Memory", "bytes"),
         Col("flags", "To be known"), Col("reason", "Why not"),
     ]  # fmt: skip
     empty = {name for name in ("flags", "reason") if not any(row[name] for row in rows)}
     columns = (Col("mark", "*", hint="no other point beats it"), *swept,
-               *(c for c in rest if c.key not in {*keys, *empty}))  # fmt: skip
-    body = table("points-table", columns, rows, {}, "Points", whole="-o sweep.csv")
+               *(c for c in remaining_columns if c.key not in {*keys, *empty}))  # fmt: skip
+    body = render_html_table("points-table", columns, rows, {}, "Points", full_command="-o sweep.csv")
     yield "points", "Points", "Those that none beats come first, then the quickest.", body
 
 
-def _numbers(rows: Sequence[Cells], key: str) -> bool:
+def _is_numeric(rows: Sequence[Cells], key: str) -> bool:
     return all(isinstance(row[key], (int, float)) for row in rows)
 
 
-def _curves(rows: Sequence[AnsweredPointRow], key: str, others: Sequence[str]) -> str:
+def _draw_curves(rows: Sequence[AnsweredPointRow], key: str, other_keys: Sequence[str]) -> str:
     """The picture of the time over one parameter; empty where it is no number, or has one value."""
 
     def at(point: Cells) -> float:
         value: float = point[key]  # which is a number at every point, else nothing is drawn
         return value
 
-    values = sorted(set(map(at, rows))) if _numbers(rows, key) else []
+    values = sorted(set(map(at, rows))) if _is_numeric(rows, key) else []
     if len(values) < 2:
         return ""
     curves: dict[tuple[SweptValue, ...], list[AnsweredPointRow]] = {}
     for row in rows:  # the quickest first, and so the quickest curves
-        curves.setdefault(tuple(parameter(row, other) for other in others), []).append(row)
-    shown = list(curves.items())[:_MOST_CURVES]
-    highest: float = max(row["p90_ns"] or row["time_ns"] for _, points in shown for row in points)
+        curves.setdefault(tuple(get_parameter(row, other) for other in other_keys), []).append(row)
+    visible = list(curves.items())[:_MAX_CURVES]
+    highest: float = max(row["p90_ns"] or row["time_ns"] for _, points in visible for row in points)
     logarithmic = values[0] > 0 and values[-1] / values[0] >= 8
 
     def x(value: float) -> float:
@@ -228,18 +232,21 @@ def _curves(rows: Sequence[AnsweredPointRow], key: str, others: Sequence[str]) -
     for share in (0, 0.5, 1):
         level = f"{y(share * highest):.1f}"
         parts.append(f'<line stroke="var(--grid)" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{level}" y2="{level}"/>')
-        tick = units.duration(round(share * highest))
+        tick = units.format_duration(round(share * highest))
         parts.append(f'<text x="{_LEFT - 8}" y="{level}" dy="4" text-anchor="end" {ink}>{tick}</text>')
-    below = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
-    parts += [f'<text x="{x(v):.1f}" {below}>{parameter_text(v)}</text>' for v in values[:: -(-len(values) // 12)]]
-    for number, (choice, unordered) in enumerate(shown):
+    label_attributes = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
+    parts += [
+        f'<text x="{x(v):.1f}" {label_attributes}>{format_parameter(v)}</text>'
+        for v in values[:: -(-len(values) // 12)]
+    ]
+    for number, (choice, unordered) in enumerate(visible):
         points = sorted(unordered, key=at)
         colour = f"var(--{_COLOURS[number]})"
         label = escape(
             sanitize(
                 ", ".join(
-                    f"{other.removeprefix('network.')} {parameter_text(v)}"
-                    for other, v in zip(others, choice, strict=True)
+                    f"{other.removeprefix('network.')} {format_parameter(v)}"
+                    for other, v in zip(other_keys, choice, strict=True)
                 )
             )
         )
@@ -255,15 +262,15 @@ def _curves(rows: Sequence[AnsweredPointRow], key: str, others: Sequence[str]) -
         line = "L".join(f"{x(at(row)):.1f} {y(row['time_ns']):.1f}" for row in points)
         parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for row in points:
-            title = escape(f"{key} {parameter_text(at(row))}: {units.duration(row['time_ns'])}")
+            title = escape(f"{key} {format_parameter(at(row))}: {units.format_duration(row['time_ns'])}")
             centre = f'cx="{x(at(row)):.1f}" cy="{y(row["time_ns"]):.1f}"'
             parts.append(f'<circle {centre} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
         top = _TOP + 16 * number + 10
-        left = _WIDTH - _RIGHT + 14
-        parts.append(f'<rect x="{left}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 15}" y="{top}" fill="currentColor">{label or "time"}</text>')
-    caption = f"Time over {key}" + (f"; {len(curves) - len(shown)} slower choices are not drawn" if
-                                    len(curves) > len(shown) else "")  # fmt: skip
+        legend_x = _WIDTH - _RIGHT + 14
+        parts.append(f'<rect x="{legend_x}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{legend_x + 15}" y="{top}" fill="currentColor">{label or "time"}</text>')
+    caption = f"Time over {key}" + (f"; {len(curves) - len(visible)} slower choices are not drawn" if
+                                    len(curves) > len(visible) else "")  # fmt: skip
     return (
         f"<figure><figcaption>{escape(sanitize(caption))}.</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" font-family="system-ui, sans-serif" '

@@ -11,18 +11,18 @@ import numpy as np
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.analyze.gate import ONE, PAIRS, Verdict, power
+from traceloom.analyze.gate import OVER_PAIRS, WITHIN_RUN, Verdict, compute_power
 from traceloom.analyze.gate_summary import Baseline, RunSummary
 from traceloom.report import comparison
-from traceloom.report.comparison import sides, standing
+from traceloom.report.comparison import render_sides, render_table_section
 from traceloom.report.document import Col, ReportOptions, Table
-from traceloom.report.figure import text
+from traceloom.report.figure import escape_html
 from traceloom.report.views import terminal
-from traceloom.report.views.markdown import code, table_of
-from traceloom.report.views.markdown import text as markdown_text
+from traceloom.report.views.markdown import escape_markdown as markdown_text
+from traceloom.report.views.markdown import format_code_span, render_markdown_table
 from traceloom.report.views.page import list_sections, render_page
-from traceloom.report.views.terminal import table_lines
-from traceloom.report.views.terminal_table import paragraph
+from traceloom.report.views.terminal import render_declared_table
+from traceloom.report.views.terminal_table import render_paragraph
 from traceloom.system import units
 from traceloom.trace.frames import to_rows
 
@@ -60,20 +60,20 @@ def build(
         "traceloom": __version__,
         "passed": verdict.verdict == "pass" or (verdict.verdict == "inconclusive" and not strict),
         "strict": strict,
-        "base": _side(*base),
-        "new": _side(*new),
+        "base": _build_side(*base),
+        "new": _build_side(*new),
         "verdict": verdict.verdict,
         "sentence": verdict.sentence,
         "comparable": verdict.comparable,
         "checks": to_rows(verdict.checks),
         "conditions": to_rows(verdict.conditions),
         "causes": to_rows(verdict.causes),
-        "power": [] if effect is None else to_rows(power(verdict.checks, effect)),
+        "power": [] if effect is None else to_rows(compute_power(verdict.checks, effect)),
         "comparison": comparison,
     }
 
 
-def _side(name: str, runs: Sequence[RunSummary]) -> JudgedSideValue:
+def _build_side(name: str, runs: Sequence[RunSummary]) -> JudgedSideValue:
     entries: list[JudgedRunRow] = [
         {
             "name": run.name,
@@ -88,7 +88,7 @@ def _side(name: str, runs: Sequence[RunSummary]) -> JudgedSideValue:
 _MINUS = "-"
 
 
-def tables(document: VerdictDocument) -> Iterator[Table]:
+def build_tables(document: VerdictDocument) -> Iterator[Table]:
     """Checks, conditions that differ, causes; then the comparison, where there is one."""
     rows = []
     for row in document["checks"]:
@@ -96,17 +96,17 @@ def tables(document: VerdictDocument) -> Iterator[Table]:
         rows.append(
             {
                 **row,
-                "said_base": value(row["base"], measure),
-                "said_new": value(row["new"], measure),
-                "said_change": change(row["change"], row),
-                "interval": units.NONE
+                "said_base": format_amount(row["base"], measure),
+                "said_new": format_amount(row["new"], measure),
+                "said_change": format_change(row["change"], row),
+                "interval": units.UNKNOWN_TEXT
                 if row["low"] is None
-                else f"{change(row['low'], row)} to {change(row['high'], row)}",
+                else f"{format_change(row['low'], row)} to {format_change(row['high'], row)}",
                 "samples": " / ".join(
-                    f"{units.count_of(runs, 'run')} ({units.count(steps)})"
+                    f"{units.format_quantity(runs, 'run')} ({units.format_count(steps)})"
                     for runs, steps in ((row["base_runs"], row["base_steps"]), (row["new_runs"], row["new_steps"]))
                 ),
-                "effect": units.NONE if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
+                "effect": units.UNKNOWN_TEXT if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
             }
         )  # fmt: skip
     checked = [
@@ -123,7 +123,7 @@ def tables(document: VerdictDocument) -> Iterator[Table]:
     ]
     yield Table("verdict-checks", "Checks", checked, rows)
     note = "Where a decisive one differs, there is no verdict."
-    yield from comparison.conditions(document, "verdict-conditions", note)
+    yield from comparison.build_conditions_table(document, "verdict-conditions", note)
     if document["causes"]:
         columns = [
             Col("what", "What"),
@@ -135,24 +135,26 @@ def tables(document: VerdictDocument) -> Iterator[Table]:
         note = "The largest differences by name."
         yield Table("verdict-causes", "Causes", columns, document["causes"], note=note)
     if document["comparison"]:
-        yield from (table for table in comparison.tables(document["comparison"]) if table.key != "diff-conditions")
+        yield from (
+            table for table in comparison.build_tables(document["comparison"]) if table.key != "diff-conditions"
+        )
 
 
-def headline(document: VerdictDocument) -> str:
+def describe_verdict(document: VerdictDocument) -> str:
     """The verdict in one line."""
     return f"{document['sentence']}."
 
 
-def reasons(document: VerdictDocument) -> list[str]:
+def list_reasons(document: VerdictDocument) -> list[str]:
     """What is to know about the checks: why they are inconclusive, and what their samples are."""
     checks = document["checks"]
     out = [f"{row['condition']}: {row['reason']}." for row in checks if row["reason"]]
-    if any(row["sample"] == PAIRS for row in checks):
+    if any(row["sample"] == OVER_PAIRS for row in checks):
         out.append(
             "Runs of both sides took turns, so each is held against its neighbour: what the machine did to both is no "
             "change."
         )
-    if any(row["sample"] == ONE for row in checks):
+    if any(row["sample"] == WITHIN_RUN for row in checks):
         out.append(
             "Within one run only: each side is one run, so that nothing is known of how runs differ from each other. "
             "Several runs a side make a verdict that holds."
@@ -160,36 +162,36 @@ def reasons(document: VerdictDocument) -> list[str]:
     if any(row["metric"].endswith("step_time") and row["source"] == "recorded steps" for row in checks):
         out.append("step_time is of recorded steps: no wall times of at least 5 undisturbed steps were kept.")
     for row in document["power"]:  # how many runs show a change of a size
-        size = units.share(row["effect"], 1)
+        size = units.format_share(row["effect"], 1)
         out.append(
             f"{row['condition']}: how many runs show a change of {size} is not known: {row['reason']}."
             if row["runs"] is None or row["scatter"] is None
             else f"{row['condition']}: a change of {size} is found eight times of ten with {row['runs']} runs a side "
-            f"(a run scatters by {units.share(row['scatter'], 1)})."
+            f"(a run scatters by {units.format_share(row['scatter'], 1)})."
         )
     return out
 
 
-def value(amount: float | None, measure: str) -> str:
+def format_amount(amount: float | None, measure: str) -> str:
     """An amount in its unit."""
     if amount is None:
-        return units.NONE
+        return units.UNKNOWN_TEXT
     if measure == "time":
-        return units.duration(round(amount))
-    return units.size(round(amount)) if measure == "bytes" else units.number(round(amount, 3))
+        return units.format_duration(round(amount))
+    return units.format_size(round(amount)) if measure == "bytes" else units.format_number(round(amount, 3))
 
 
-def change(amount: float | None, row: CheckRow) -> str:
+def format_change(amount: float | None, row: CheckRow) -> str:
     """A change with its sign: in per cent, or in the unit of the measure."""
     if amount is None:
-        return units.NONE
+        return units.UNKNOWN_TEXT
     if row["relative"]:
         return f"{100 * amount:+.2f} %"
     sign = "+" if amount >= 0 else _MINUS
-    return f"{sign}{value(abs(amount), row['measure'])}"
+    return f"{sign}{format_amount(abs(amount), row['measure'])}"
 
 
-def row(name: str, baseline: Baseline) -> BaselineRow:
+def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
     """The row of a baseline in the list."""
     runs = baseline.runs
     wall = [run.wall_ns for run in runs if run.wall_ns]
@@ -208,7 +210,7 @@ def row(name: str, baseline: Baseline) -> BaselineRow:
 
 def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[Text]:
     """The list as a table."""
-    shown = [
+    display_rows = [
         {**entry, "when": f"{dt.datetime.fromtimestamp(entry['saved_unix_s'], dt.timezone.utc):%Y-%m-%d %H:%M}"}
         for entry in rows
     ]
@@ -220,13 +222,15 @@ def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[
         Col("device", "Device", narrow=False),
         Col("name", "Name", "name"),
     ]
-    yield from table_lines(Table("baselines", "Baselines", columns, shown), ReportOptions(top=top), width)
+    yield from render_declared_table(
+        Table("baselines", "Baselines", columns, display_rows), ReportOptions(top=top), width
+    )
 
 
 def render_verdict_page(document: VerdictDocument) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
-    paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
+    paragraphs = "".join(f'<p class="quiet">{escape_html(line)}</p>' for line in list_reasons(document))
     sides = (("base", document["base"]), ("new", document["new"]))
     runs = [{"side": name, **run} for name, side in sides for run in side["runs"]]
     run_columns = [
@@ -235,46 +239,51 @@ def render_verdict_page(document: VerdictDocument) -> str:
         Col("recorded_steps", "Recorded steps", "count"),
         Col("name", "Run", "name"),
     ]
-    sections = [standing(each) for each in (*tables(document), Table("verdict-runs", "Runs", run_columns, runs))]
+    sections = [
+        render_table_section(table)
+        for table in (*build_tables(document), Table("verdict-runs", "Runs", run_columns, runs))
+    ]
     return render_page(
-        title=f"{headline(document)} – {name}",
+        title=f"{describe_verdict(document)} – {name}",
         name=name,
-        headline=f"<h1>{text(headline(document))}</h1>{paragraphs}",
-        footer=f"<p>Traceloom {text(document['traceloom'])}</p>",
+        headline=f"<h1>{escape_html(describe_verdict(document))}</h1>{paragraphs}",
+        footer=f"<p>Traceloom {escape_html(document['traceloom'])}</p>",
         **list_sections(sections),
     )
 
 
-_WHOLE = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
-_LEFT_OUT = ("diff-kernels", "diff-operators", "diff-host")  # causes has the largest of them; files have all
+_UNCUT_TABLES = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
+_SKIPPED_TABLES = ("diff-kernels", "diff-operators", "diff-host")  # causes has the largest of them; files have all
 _COLOURS = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 
 def show(document: VerdictDocument, top: int, stream: TextIO) -> None:
     """Write the verdict to a stream; tables have at most `top` rows."""
-    terminal.put(partial(render, document, top), stream)
+    terminal.print_lines(partial(render, document, top), stream)
 
 
 def render(document: VerdictDocument, top: int, width: int) -> Iterator[Text]:
     """The lines, none wider than `width`."""
     base, new = ((side["name"], len(side["runs"])) for side in (document["base"], document["new"]))
-    yield from sides(base, new, width)
-    yield from paragraph(headline(document), width, _COLOURS[document["verdict"]])
-    for line in reasons(document):
-        yield from paragraph(line, width)
-    for table in tables(document):
-        if table.key in _LEFT_OUT:
+    yield from render_sides(base, new, width)
+    yield from render_paragraph(describe_verdict(document), width, _COLOURS[document["verdict"]])
+    for line in list_reasons(document):
+        yield from render_paragraph(line, width)
+    for table in build_tables(document):
+        if table.key in _SKIPPED_TABLES:
             continue
-        rows = len(table.rows) if table.key in _WHOLE else top
-        yield from table_lines(table, ReportOptions(top=rows), width)
+        rows = len(table.rows) if table.key in _UNCUT_TABLES else top
+        yield from render_declared_table(table, ReportOptions(top=rows), width)
 
 
-def say(document: VerdictDocument, stream: TextIO) -> None:
+def print_sentence(document: VerdictDocument, stream: TextIO) -> None:
     """The sentence alone."""
-    terminal.put(lambda width: paragraph(headline(document), width, _COLOURS[document["verdict"]]), stream)
+    terminal.print_lines(
+        lambda width: render_paragraph(describe_verdict(document), width, _COLOURS[document["verdict"]]), stream
+    )
 
 
-_MOST_ROWS = 10
+_MAX_ROWS = 10
 _COMPLETE_TABLES = ("verdict-checks", "verdict-conditions")
 _OMITTED_TABLES = ("diff-operators", "diff-host")  # a comment is read by people; the page has all
 _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
@@ -282,13 +291,15 @@ _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
 
 def render_verdict_markdown(document: VerdictDocument) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    base, new = (code(side["name"], cell=False) for side in (document["base"], document["new"]))
+    base, new = (format_code_span(side["name"], cell=False) for side in (document["base"], document["new"]))
     lines = [f"### Traceloom: {base} → {new}", ""]
-    lines.append(f"{_SIGNS[document['verdict']]} **{markdown_text(headline(document))}**")
-    for line in reasons(document):
+    lines.append(f"{_SIGNS[document['verdict']]} **{markdown_text(describe_verdict(document))}**")
+    for line in list_reasons(document):
         lines += ["", markdown_text(line)]
-    for table in tables(document):
+    for table in build_tables(document):
         if table.key not in _OMITTED_TABLES:
-            whole = table.key in _COMPLETE_TABLES
-            lines += table_of(table, len(table.rows) if whole else _MOST_ROWS, whole=whole)
+            is_complete = table.key in _COMPLETE_TABLES
+            lines += render_markdown_table(
+                table, len(table.rows) if is_complete else _MAX_ROWS, all_columns=is_complete
+            )
     return "\n".join([*lines, "", f"<sub>traceloom {document['traceloom']}</sub>"]) + "\n"

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.changes.changes import ASSUMES, Change
+from traceloom.changes.changes import ASSUMPTIONS, Change
 from traceloom.changes.whatif import Sweep, WhatIf
 from traceloom.graph.law import Law
-from traceloom.report.before_after import BeforeAfter
+from traceloom.report.before_after import BeforeAfterTimeline
 from traceloom.report.document import Col
-from traceloom.report.figure import inline_code
-from traceloom.report.figure import text as figure_text
-from traceloom.report.labels import rank_label, short
-from traceloom.report.views.markdown import code, text
-from traceloom.report.views.page import asset, key_numbers, list_sections, render_page
-from traceloom.report.views.page_table import table
-from traceloom.report.views.terminal_table import TextColumn, heading, lines, paragraph
+from traceloom.report.figure import escape_html as figure_text
+from traceloom.report.figure import render_inline_code
+from traceloom.report.labels import fit_name, format_rank
+from traceloom.report.views.markdown import escape_markdown, format_code_span
+from traceloom.report.views.page import list_sections, read_asset, render_key_numbers, render_page
+from traceloom.report.views.page_table import render_html_table
+from traceloom.report.views.terminal_table import TextColumn, render_heading, render_paragraph, render_table
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 FORMAT = "traceloom-whatif"
 VERSION = 1
-_ROWS = 8
-_WORK = {
+_MAX_ROWS = 8
+_WORK_LABELS = {
     "host": "operators, other work on the host", "think": "host time that nothing names", "wait": "waiting on the host",
     "launch": "launch calls", "block": "calls that wait for the device", "kernel": "kernels", "copy": "copies",
     "fill": "fills", "collective": "communication", "send": "sends", "receive": "receives",
     "rendezvous": "meetings of ranks", "arrival": "peers that were not recorded", "origin": "the beginning",
 }  # fmt: skip
-_DELAYS = {
+_DELAY_LABELS = {
     "call": "into and out of calls", "thread": "between events of a thread", "launch": "from launch to start",
     "stream": "between pieces of work of a stream", "wait": "after another stream", "queue": "full launch queue",
     "synchronize": "from the end of GPU work to the call that waits for it", "occupancy": "full device",
     "cross-thread": "from thread to thread", "rendezvous": "in meetings of ranks", "origin": "before a lane begins",
 }  # fmt: skip
-_HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
+_UNTRUSTED_HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
 
 
-def build(name: str, step: int | None, changes: list[Change], result: WhatIf, kept: Law) -> WhatIfDocument:
+def build(name: str, step: int | None, changes: list[Change], result: WhatIf, law: Law) -> WhatIfDocument:
     """The document: what was asked, what it would do, how far it can be trusted."""
     return {
         "format": FORMAT,
@@ -55,8 +55,8 @@ def build(name: str, step: int | None, changes: list[Change], result: WhatIf, ke
         "traceloom": __version__,
         "name": name,
         "step": step,
-        "sentence": sentence(result, step),
-        "changes": [{"change": str(change), "assumes": ASSUMES[change.action]} for change in changes],
+        "sentence": describe_whatif(result, step),
+        "changes": [{"change": str(change), "assumes": ASSUMPTIONS[change.action]} for change in changes],
         "before_ns": result.before_ns,
         "after_ns": result.after_ns,
         "saved_ns": result.saved_ns,
@@ -65,103 +65,108 @@ def build(name: str, step: int | None, changes: list[Change], result: WhatIf, ke
         "rescaled_saved_ns": result.rescaled_saved_ns,
         "ranks": to_rows(result.ranks),
         "path": to_rows(result.path),
-        "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
-                "point_error": kept.point_error, "residual_share": kept.residual_share},
+        "law": {"sentence": law.sentence, "holds": law.holds, "honest_error": law.honest_error,
+                "point_error": law.point_error, "residual_share": law.residual_share},
         "trusted": result.trusted,
         "lower_bound": result.lower_bound,
     }  # fmt: skip
 
 
-def sentence(result: WhatIf, step: int | None) -> str:
+def describe_whatif(result: WhatIf, step: int | None) -> str:
     """What it would do, in words."""
     scope = "the window" if step is None else f"step {step}"
-    before, after = units.duration(result.before_ns), units.duration(result.after_ns)
+    before, after = units.format_duration(result.before_ns), units.format_duration(result.after_ns)
     if not result.saved_ns:
         return f"{scope[0].upper()}{scope[1:]} would take {after} as before: none of this is on the critical path."
     word = "save" if result.saved_ns > 0 else "cost"
     word += " at least" if result.lower_bound and result.saved_ns > 0 else ""
-    share = units.share(abs(result.saved_ns), result.before_ns)
-    text = f"This would {word} {units.duration(abs(result.saved_ns))} ({share}) of {scope}: {before} to {after}"
+    share = units.format_share(abs(result.saved_ns), result.before_ns)
+    text = f"This would {word} {units.format_duration(abs(result.saved_ns))} ({share}) of {scope}: {before} to {after}"
     if result.rescaled_saved_ns != result.saved_ns:
         text += (
             f"; without the profiler, which makes steps {result.host_ratio:.2f} × as long, about "
-            f"{units.duration(abs(result.rescaled_saved_ns))}"
+            f"{units.format_duration(abs(result.rescaled_saved_ns))}"
         )
     return f"{text}."
 
 
 def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
-    yield Text(short(document["name"], width), "bold")
+    yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
-    yield from paragraph(document["sentence"], width, "bold")
+    yield from render_paragraph(document["sentence"], width, "bold")
     for change in document["changes"]:
         yield Text("")
         yield Text.assemble(" ", (sanitize(change["change"]), "bold"))
-        yield from paragraph(f"Assumed: {change['assumes']}.", width)
+        yield from render_paragraph(f"Assumed: {change['assumes']}.", width)
     if len(document["ranks"]) > 1:
-        yield from heading("Ranks", "", width)
+        yield from render_heading("Ranks", "", width)
         ranks: list[list[str | Text]] = [
-            [rank_label(r["rank"]), units.duration(r["before_ns"]), units.duration(r["after_ns"]),
-             units.duration(r["saved_ns"])]
+            [format_rank(r["rank"]), units.format_duration(r["before_ns"]), units.format_duration(r["after_ns"]),
+             units.format_duration(r["saved_ns"])]
             for r in document["ranks"]
         ]  # fmt: skip
         columns = [TextColumn("", right=False), TextColumn("before"), TextColumn("after"), TextColumn("saved")]
-        yield from lines(columns, ranks, ("", lambda *_: ""), width)
-    yield from heading("Critical path", "what decides how long it takes", width)
-    parts = document["path"][:_ROWS]
-    cells: list[list[str | Text]] = [[units.duration(p["before_ns"]), units.duration(p["after_ns"])] for p in parts]
+        yield from render_table(columns, ranks, ("", lambda *_: ""), width)
+    yield from render_heading("Critical path", "what decides how long it takes", width)
+    parts = document["path"][:_MAX_ROWS]
+    cells: list[list[str | Text]] = [
+        [units.format_duration(p["before_ns"]), units.format_duration(p["after_ns"])] for p in parts
+    ]
     columns = [TextColumn("before"), TextColumn("after")]
 
-    def name(i: int, room: int) -> str:
-        return short(part_name(parts[i]), room)
+    def name(i: int, width_left: int) -> str:
+        return fit_name(describe_path_part(parts[i]), width_left)
 
-    yield from lines(columns, cells, ("of", name), width)
+    yield from render_table(columns, cells, ("of", name), width)
     yield Text("")
-    yield from paragraph(trust(document), width)
+    yield from render_paragraph(describe_trust(document), width)
 
 
-def trust(document: WhatIfDocument) -> str:
+def describe_trust(document: WhatIfDocument) -> str:
     """How far the answer can be trusted, in words."""
-    return ("" if document["trusted"] else f"{_HINT} ") + document["law"]["sentence"]
+    return ("" if document["trusted"] else f"{_UNTRUSTED_HINT} ") + document["law"]["sentence"]
 
 
-def part_name(part: PathPart) -> str:
+def describe_path_part(part: PathPart) -> str:
     """What a part of the critical path is, in words."""
-    what, kind = part["what"], part["kind"]
-    if what == "before":
+    part_type, kind = part["what"], part["kind"]
+    if part_type == "before":
         return "before the path begins"
-    if what == "work" or not kind:
-        return _WORK.get(kind, kind or what)
-    return f"{'unexplained' if what == 'residual' else what}: {_DELAYS.get(kind) or _WORK.get(kind, kind)}"
+    if part_type == "work" or not kind:
+        return _WORK_LABELS.get(kind, kind or part_type)
+    return f"{'unexplained' if part_type == 'residual' else part_type}: {_DELAY_LABELS.get(kind) or _WORK_LABELS.get(kind, kind)}"
 
 
 _MAX_WHATIF_ROWS = 12
-_LONGEST = 4_000  # characters of a change, which stands whole
+_MAX_CHANGE_CHARS = 4_000  # characters of a change, which stands whole
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 
 
-def markdown(document: WhatIfDocument) -> str:
+def render_markdown(document: WhatIfDocument) -> str:
     """The document for a pull request or a note."""
-    lines = [f"## What if: {text(document['name'])}", "", text(document["sentence"]), ""]
-    changes = [(code(row["change"], _LONGEST, cell=False), text(row["assumes"])) for row in document["changes"]]
+    lines = [f"## What if: {escape_markdown(document['name'])}", "", escape_markdown(document["sentence"]), ""]
+    changes = [
+        (format_code_span(row["change"], _MAX_CHANGE_CHARS, cell=False), escape_markdown(row["assumes"]))
+        for row in document["changes"]
+    ]
     lines += [f"- {change}. Assumed: {assumed}." for change, assumed in changes]
     tables: list[tuple[list[str], list[list[str]]]] = []
     if len(document["ranks"]) > 1:
         ranks = [
-            [f"rank {row['rank']}", *map(units.duration, (row["before_ns"], row["after_ns"], row["saved_ns"]))]
+            [f"rank {row['rank']}", *map(units.format_duration, (row["before_ns"], row["after_ns"], row["saved_ns"]))]
             for row in document["ranks"]
         ]
         tables.append((["rank", "before", "after", "saved"], ranks))
     path = [
-        [part_name(row), units.duration(row["before_ns"]), units.duration(row["after_ns"])]
+        [describe_path_part(row), units.format_duration(row["before_ns"]), units.format_duration(row["after_ns"])]
         for row in document["path"][:_MAX_WHATIF_ROWS]
     ]  # fmt: skip
     tables.append((["critical path", "before", "after"], path))
     for head, rows in tables:
         lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-        lines += [f"| {' | '.join(map(text, row))} |" for row in rows]
-    return "\n".join([*lines, "", text(trust(document)), ""])
+        lines += [f"| {' | '.join(map(escape_markdown, row))} |" for row in rows]
+    return "\n".join([*lines, "", escape_markdown(describe_trust(document)), ""])
 
 
 def picture(sweep: Sweep) -> str:
@@ -181,7 +186,7 @@ def picture(sweep: Sweep) -> str:
     ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{f:g}: {escape(units.duration(t))}</title></circle>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{f:g}: {escape(units.format_duration(t))}</title></circle>'
         f'<text x="{x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{f:g}</text>'
         for (x, y), f, t in zip(points, factors, times, strict=True)
     )
@@ -190,7 +195,7 @@ def picture(sweep: Sweep) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         f'font-size="12" role="img"><title>{escape(sanitize(sweep.template))}</title>'
         f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - 20}" fill="none" stroke="#8c959f"/>'
-        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(units.duration(top))}</text>'
+        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(units.format_duration(top))}</text>'
         f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
         f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="2"/><g fill="#0072b2">{dots}</g>'
         f'<text x="{_LEFT + plot_width / 2}" y="{_HEIGHT - 4}" text-anchor="middle">'
@@ -210,7 +215,7 @@ _ABOUT_TIMELINE = (
 _ABOUT_PATH = "What decides how long it takes; each column adds up to the whole."
 
 
-def render_before_after_page(document: WhatIfDocument, view: BeforeAfter | None = None) -> str:
+def render_before_after_page(document: WhatIfDocument, view: BeforeAfterTimeline | None = None) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
@@ -219,44 +224,50 @@ def render_before_after_page(document: WhatIfDocument, view: BeforeAfter | None 
     """
     name = document["name"]
     before, after, saved = document["before_ns"], document["after_ns"], document["saved_ns"]
-    whole = max(before, after, 1)
+    max_ns = max(before, after, 1)
     bars = "".join(
-        f'<rect class="{side}" x="0" y="{14 * k}" width="{time / whole * 100:.2f}" height="10"/>'
+        f'<rect class="{side}" x="0" y="{14 * k}" width="{time / max_ns * 100:.2f}" height="10"/>'
         for k, (side, time) in enumerate((("before", before), ("after", after)))
     )
-    label = f"before {units.duration(before)}, after {units.duration(after)}"
+    label = f"before {units.format_duration(before)}, after {units.format_duration(after)}"
     picture = (
         f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(label)}">{bars}</svg>'
     )
-    shown = [
-        ("Before", units.duration(before), "as measured"),
-        ("After", units.duration(after), "with the changes"),
-        ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
+    key_numbers = [
+        ("Before", units.format_duration(before), "as measured"),
+        ("After", units.format_duration(after), "with the changes"),
+        (
+            "Saved",
+            units.format_duration(saved),
+            f"{units.format_share(saved, before)} of it" if saved >= 0 else "it takes longer",
+        ),
     ]
     if document["rescaled_saved_ns"] != saved:
-        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when not recording"))
+        key_numbers.append(
+            ("Unrecorded", units.format_duration(document["rescaled_saved_ns"]), "saved when not recording")
+        )
     else:
         error = f"{100 * document['law']['honest_error']:+.2f} %"
-        shown.append(
+        key_numbers.append(
             ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
         )
     return render_page(
         title=f"What if: {document['sentence']} – {name}",
         name=f"What if: {name}",
         headline=f"<h1>{figure_text(document['sentence'])}</h1>{picture}",
-        numbers=key_numbers((label, value, "", more) for label, value, more in shown),
+        numbers=render_key_numbers((label, value, "", detail) for label, value, detail in key_numbers),
         footer=(
             f"<p>Traceloom {figure_text(document['traceloom'])} · times count from the beginning of the graph</p>"
             "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
             "change: <code>-o after.perfetto.json.gz</code></p>"
         ),
         data=view.payload if view else "",
-        **list_sections(_sections(document, view)),
+        **list_sections(_render_sections(document, view)),
     )
 
 
-def _sections(document: WhatIfDocument, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+def _render_sections(document: WhatIfDocument, view: BeforeAfterTimeline | None) -> Iterator[tuple[str, str, str, str]]:
     changes = "".join(
         f'<li><code>{figure_text(change["change"])}</code> <span class="quiet">Assumed: {figure_text(change["assumes"])}.</span></li>'
         for change in document["changes"]
@@ -266,17 +277,17 @@ def _sections(document: WhatIfDocument, view: BeforeAfter | None) -> Iterator[tu
         missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
         yield "timeline", "Timeline", "", missing
     else:
-        note = f'<p class="quiet">{inline_code(view.said)}</p>' if view.said else ""
-        yield "timeline", "Timeline", _ABOUT_TIMELINE, note + asset("timeline.html")
+        note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
+        yield "timeline", "Timeline", _ABOUT_TIMELINE, note + read_asset("timeline.html")
     if len(document["ranks"]) > 1:
         columns = (Col("rank", "Rank", "count"), *_TIMES, _SAVED)
         yield (
             "ranks",
             "Ranks",
             "How long each rank takes.",
-            table("ranks-table", columns, document["ranks"], {}, "Ranks"),
+            render_html_table("ranks-table", columns, document["ranks"], {}, "Ranks"),
         )
-    parts = [{**part, "of": part_name(part)} for part in document["path"]]
+    parts = [{**part, "of": describe_path_part(part)} for part in document["path"]]
     kinds = (Col("of", "Time", hint="kind of time on the path"), *_TIMES)
-    yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
-    yield "trust", "Trust", "How far the answer goes.", f"<p>{figure_text(trust(document))}</p>"
+    yield "path", "Critical path", _ABOUT_PATH, render_html_table("path-table", kinds, parts, {}, "Critical path")
+    yield "trust", "Trust", "How far the answer goes.", f"<p>{figure_text(describe_trust(document))}</p>"

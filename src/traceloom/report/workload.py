@@ -15,13 +15,13 @@ from traceloom.errors import InputError
 from traceloom.formats.chakra.decode import Decoder
 from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, Node, NodeType
 from traceloom.formats.chakra.files import EtReader
-from traceloom.formats.chakra.nodes import NodeTable, Workload
+from traceloom.formats.chakra.nodes import NodeFrame, Workload
 from traceloom.graph.graph import Graph
 from traceloom.report.document import Cells, Col, ReportOptions, Table
-from traceloom.report.labels import short
-from traceloom.report.views.terminal import table_lines
-from traceloom.report.views.terminal_findings import notice_lines
-from traceloom.report.views.terminal_table import DIM, heading, paragraph
+from traceloom.report.labels import fit_name
+from traceloom.report.views.terminal import render_declared_table
+from traceloom.report.views.terminal_findings import render_notice_lines
+from traceloom.report.views.terminal_table import DIM_STYLE, render_heading, render_paragraph
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     )
 
 
-_LONGEST = 400
-_MOST_VALUES = 12
+_MAX_TEXT_CHARS = 400
+_MAX_VALUES = 12
 
 
-def attributes_of(path: Path, identity: int) -> list[tuple[str, str]]:
+def read_attributes(path: Path, identity: int) -> list[tuple[str, str]]:
     """Every attribute and tensor list of the node with an id: (name, value as text); empty if there is no such node."""
     node = _find(path, identity)
     if node is None:
         return []
-    attributes = [(attribute.name, _value(attribute)) for attribute in node.attr]
+    attributes = [(attribute.name, _format_attribute(attribute)) for attribute in node.attr]
     for name, tensors in (("inputs", node.inputs), ("outputs", node.outputs)):
         attributes += [
             (f"{name}.{part}", _cut(getattr(tensors, part)))
@@ -72,20 +72,20 @@ def _find(path: Path, identity: int) -> Node | None:
     return None
 
 
-def _value(attribute: AttributeProto) -> str:
+def _format_attribute(attribute: AttributeProto) -> str:
     kind = attribute.WhichOneof("value")
     if kind is None:
         return "(no value)"
     value: Any = getattr(attribute, kind)
     if kind.endswith("_list"):
         values = value.values
-        more = f", … {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
-        return _cut("[" + ", ".join(str(each) for each in values[:_MOST_VALUES]) + more + "]")
+        others_note = f", … {len(values) - _MAX_VALUES} more" if len(values) > _MAX_VALUES else ""
+        return _cut("[" + ", ".join(str(element) for element in values[:_MAX_VALUES]) + others_note + "]")
     return _cut(str(value))
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 1] + "…"
 
 
 _TYPES = {
@@ -128,7 +128,7 @@ class NodeNetwork:
     details: dict[int, Path] = field(default_factory=dict)
 
 
-def of_graph(graph: Graph) -> NodeNetwork:
+def convert_graph(graph: Graph) -> NodeNetwork:
     """A graph as it is: all kinds of nodes and edges."""
     nodes = graph.nodes.select(
         pl.col("node").cast(pl.Int64).alias("id"),
@@ -151,23 +151,23 @@ def of_graph(graph: Graph) -> NodeNetwork:
     return NodeNetwork(graph.name, "graph", nodes, edges, communication, facts=(graph.stage,), notices=graph.notices)
 
 
-def of_workload(workload: Workload) -> NodeNetwork:
+def convert_workload(workload: Workload) -> NodeNetwork:
     """Chakra files of all ranks; times are whole microseconds, as files have them."""
     first = np.cumsum([0, *(len(table) for table in workload.tables)])
     nodes, edges, dangling = [], [], 0
-    for at, rank, table in zip(first.tolist(), workload.ranks, workload.tables, strict=False):
-        nodes.append(_nodes(table, rank))
+    for offset, rank, table in zip(first.tolist(), workload.ranks, workload.tables, strict=False):
+        nodes.append(_build_nodes(table, rank))
         resolved = resolve(table)
         dangling += len(resolved.dangling[0]) + len(resolved.dangling_control[0])
         for kind, arcs in (("data", resolved.data), ("control", resolved.control)):
             edges.append(
-                pl.DataFrame({"source": arcs.source + at, "target": arcs.target + at}).with_columns(
+                pl.DataFrame({"source": arcs.source + offset, "target": arcs.target + offset}).with_columns(
                     pl.lit(kind).alias("kind"), pl.lit(None, dtype=pl.String).alias("evidence")
                 )
             )
-    whole = pl.concat(nodes)
+    all_nodes = pl.concat(nodes)
     communication = (
-        whole.with_row_index("node")
+        all_nodes.with_row_index("node")
         .filter(pl.col("kind").is_in(COMMUNICATION))
         .select(pl.col("node").cast(pl.Int64), pl.coalesce("what", "kind").alias("what"), "group")
     )
@@ -175,7 +175,7 @@ def of_workload(workload: Workload) -> NodeNetwork:
     return NodeNetwork(
         workload.place.name,
         "chakra",
-        whole.drop("what", "group"),
+        all_nodes.drop("what", "group"),
         pl.concat(edges),
         communication,
         dangling,
@@ -184,14 +184,14 @@ def of_workload(workload: Workload) -> NodeNetwork:
     )
 
 
-def _nodes(table: NodeTable, rank: int | None) -> pl.DataFrame:
+def _build_nodes(table: NodeFrame, rank: int | None) -> pl.DataFrame:
     names = {CollectiveCommType.Value(name): name.lower() for name in CollectiveCommType.keys()}  # noqa: SIM118
     kind = (
         pl.when(pl.col("type") == NodeType.COMP_NODE)
         .then(pl.when(pl.col("is_cpu_op").fill_null(value=False)).then(pl.lit("host")).otherwise(pl.lit("compute")))
         .otherwise(pl.col("type").replace_strict(_TYPES, default=pl.format("type {}", "type"), return_dtype=pl.String))
     )
-    timed = (pl.col("start_us") > 0).any()
+    has_times = (pl.col("start_us") > 0).any()
     collective_name = pl.col("comm_type").replace_strict(names, default="unknown", return_dtype=pl.String)
     return table.nodes.select(
         pl.col("id").cast(pl.Int64, strict=False),
@@ -199,14 +199,14 @@ def _nodes(table: NodeTable, rank: int | None) -> pl.DataFrame:
         kind.alias("kind"),
         "name",
         (pl.col("duration_us").cast(pl.Int64, strict=False) * 1000).alias("time_ns"),
-        pl.when(timed).then(pl.col("start_us").cast(pl.Int64, strict=False) * 1000).alias("start_ns"),
+        pl.when(has_times).then(pl.col("start_us").cast(pl.Int64, strict=False) * 1000).alias("start_ns"),
         pl.coalesce("comm_size", "tensor_size").alias("bytes"),
         pl.when(pl.col("type") == NodeType.COMM_COLL_NODE).then(collective_name).alias("what"),
         pl.col("pg_name").alias("group"),
     )
 
 
-def row_of(network: NodeNetwork, identity: int, rank: int | None) -> list[int]:
+def find_rows(network: NodeNetwork, identity: int, rank: int | None) -> list[int]:
     """Rows of the nodes with an id, on one rank or on all."""
     condition = pl.col("id") == identity
     if rank is not None:
@@ -215,7 +215,7 @@ def row_of(network: NodeNetwork, identity: int, rank: int | None) -> list[int]:
     return rows
 
 
-_NAMES = 12
+_MAX_NAMES = 12
 _KNOWN_BYTES = pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).alias("bytes")
 
 
@@ -225,11 +225,11 @@ def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
     Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where there are no times.
     """
     nodes, edges = network.nodes, network.edges
-    timed = nodes.filter(pl.col("start_ns").is_not_null())
+    timed_nodes = nodes.filter(pl.col("start_ns").is_not_null())
     window = None
-    if timed.height:
-        ends = (timed["start_ns"] + timed["time_ns"]).max()
-        window = int(ends) - int(timed["start_ns"].min())  # type: ignore[arg-type]
+    if timed_nodes.height:
+        end_ns = (timed_nodes["start_ns"] + timed_nodes["time_ns"]).max()
+        window = int(end_ns) - int(timed_nodes["start_ns"].min())  # type: ignore[arg-type]
     communication = (
         network.communication.join(nodes.with_row_index("node").cast({"node": pl.Int64}), on="node")
         .group_by("what", "group")
@@ -242,7 +242,7 @@ def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
         .sort("bytes", "count", "what", "group", descending=[True, True, False, False], nulls_last=True)
     )
     waits = nodes.height - edges["target"].n_unique()
-    held = nodes.height - edges["source"].n_unique()
+    last_count = nodes.height - edges["source"].n_unique()
     return {
         "format": "traceloom-workload-summary",
         "version": 1,
@@ -253,35 +253,35 @@ def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
         "edges": edges.height,
         "dangling": network.dangling,
         "first_nodes": waits,
-        "last_nodes": held,
+        "last_nodes": last_count,
         "window_ns": window,
-        "ranks": _ranks(network),
-        "kinds": to_rows(_totals(nodes, ["kind"])),
+        "ranks": _summarise_ranks(network),
+        "kinds": to_rows(_sum_nodes(nodes, ["kind"])),
         "communication": to_rows(communication),
         "dependencies": to_rows(
             edges.group_by("kind", "evidence")
             .agg(pl.len().alias("count"))
             .sort("count", "kind", "evidence", descending=[True, False, False])
         ),
-        "names": to_rows(_totals(nodes, ["kind", "name"]).head(_NAMES)),
+        "names": to_rows(_sum_nodes(nodes, ["kind", "name"]).head(_MAX_NAMES)),
         "notices": [notice.to_dict() for notice in network.notices],
     }
 
 
-def _totals(nodes: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+def _sum_nodes(nodes: pl.DataFrame, group_columns: list[str]) -> pl.DataFrame:
     return (
-        nodes.group_by(by)
+        nodes.group_by(group_columns)
         .agg(
             pl.len().alias("count"),
             pl.col("time_ns").sum(),
             pl.col("time_ns").max().alias("longest_ns"),
             _KNOWN_BYTES,
         )
-        .sort("time_ns", "count", *by, descending=[True, True, *(False for _ in by)])
+        .sort("time_ns", "count", *group_columns, descending=[True, True, *(False for _ in group_columns)])
     )
 
 
-def _ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
+def _summarise_ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
     sent = pl.col("bytes").filter(pl.col("kind").is_in(["collective", "send"]))
     waiting = network.edges.group_by(pl.col("target").alias("row")).agg(pl.len().alias("waits"))
     nodes = network.nodes.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
@@ -302,7 +302,7 @@ def _ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
     )
 
 
-def neighbours(network: NodeNetwork, row: int) -> NodeDocument:
+def build_node_document(network: NodeNetwork, row: int) -> NodeDocument:
     """One node, what it waits for, what waits for it, and what else its file says of it."""
     node: ShownNodeValue = to_rows(network.nodes[[row]])[0]
     for communication in to_rows(network.communication.filter(pl.col("node") == row).select("what", "group").head(1)):
@@ -312,20 +312,20 @@ def neighbours(network: NodeNetwork, row: int) -> NodeDocument:
         "format": "traceloom-node",
         "version": 1,
         "node": node,
-        "before": _across(network, row, "target", "source"),
-        "after": _across(network, row, "source", "target"),
-        "attributes": {} if path is None or node["id"] is None else dict(attributes_of(path, node["id"])),
+        "before": _list_neighbours(network, row, "target", "source"),
+        "after": _list_neighbours(network, row, "source", "target"),
+        "attributes": {} if path is None or node["id"] is None else dict(read_attributes(path, node["id"])),
     }
 
 
-def _across(network: NodeNetwork, row: int, own: str, other: str) -> list[NeighbourRow]:
+def _list_neighbours(network: NodeNetwork, row: int, own_column: str, other: str) -> list[NeighbourRow]:
     """The nodes at the other end of the edges of a node."""
-    edges = network.edges.filter(pl.col(own) == row)
+    edges = network.edges.filter(pl.col(own_column) == row)
     nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
     return to_rows(nodes.sort("rank", "id"))
 
 
-_MOST_ROWS = 40  # of a table
+_MAX_ROWS = 40  # of a table
 
 
 def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
@@ -334,42 +334,48 @@ def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
     facts = [
         "graph" if summary["form"] == "graph" else "Chakra",
         *summary["facts"],
-        units.count_of(ranks, "rank"),
-        f"{units.count_of(summary['nodes'], 'node')}",
-        units.count_of(summary["edges"], "dependency"),
+        units.format_quantity(ranks, "rank"),
+        f"{units.format_quantity(summary['nodes'], 'node')}",
+        units.format_quantity(summary["edges"], "dependency"),
     ]
-    facts += [units.duration(summary["window_ns"])] if summary["window_ns"] is not None else ["no times of day"]
+    facts += [units.format_duration(summary["window_ns"])] if summary["window_ns"] is not None else ["no times of day"]
     text = " · ".join(facts)
-    yield Text.assemble((short(summary["name"], max(width - len(text) - 3, 16)), "bold"), (f"  {text}", DIM))
+    yield Text.assemble((fit_name(summary["name"], max(width - len(text) - 3, 16)), "bold"), (f"  {text}", DIM_STYLE))
     first, last = summary["first_nodes"], summary["last_nodes"]
-    text = f"{units.count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
-    text += f"nothing waits for {units.count(last)}"
+    text = f"{units.format_count(first)} node{' waits' if first == 1 else 's wait'} for nothing, "
+    text += f"nothing waits for {units.format_count(last)}"
     if dangling := summary["dangling"]:
-        text += f"; {units.count_of(dangling, 'dependency')} lead{'s' if dangling == 1 else ''} nowhere"
-    yield Text(" " + text, DIM)
-    for table in _tables(summary):
-        yield from table_lines(table, ReportOptions(top=_MOST_ROWS), width)
-    yield from notice_lines(
+        text += f"; {units.format_quantity(dangling, 'dependency')} lead{'s' if dangling == 1 else ''} nowhere"
+    yield Text(" " + text, DIM_STYLE)
+    for table in _build_tables(summary):
+        yield from render_declared_table(table, ReportOptions(top=_MAX_ROWS), width)
+    yield from render_notice_lines(
         [(row["severity"], f"{row['message']} [{row['slug']}]") for row in summary["notices"]], width
     )
 
 
-def _tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
+def _build_tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
     """Nodes by kind and by name, communication, dependencies, ranks."""
-    held = [
+    base_columns = [
         Col("count", "Count", "count"),
         Col("time_ns", "Time", "time"),
         Col("longest_ns", "Longest", "time"),
         Col("bytes", "Bytes", "bytes"),
     ]
-    yield Table("kinds", "Nodes", [*held, Col("kind", "Kind", "name")], summary["kinds"], note="by kind")
-    named: list[Cells] = [{**row, "name": row["name"] or "(no name)"} for row in summary["names"]]
-    columns = [*held, Col("kind", "Kind"), Col("name", "Name", "name")]
-    yield Table("names", "Names", columns, named, note="the most time")
-    columns = [*held[:2], held[3], Col("ranks", "Ranks", "count"), Col("group", "Group"), Col("what", "What", "name")]
+    yield Table("kinds", "Nodes", [*base_columns, Col("kind", "Kind", "name")], summary["kinds"], note="by kind")
+    name_rows: list[Cells] = [{**row, "name": row["name"] or "(no name)"} for row in summary["names"]]
+    columns = [*base_columns, Col("kind", "Kind"), Col("name", "Name", "name")]
+    yield Table("names", "Names", columns, name_rows, note="the most time")
+    columns = [
+        *base_columns[:2],
+        base_columns[3],
+        Col("ranks", "Ranks", "count"),
+        Col("group", "Group"),
+        Col("what", "What", "name"),
+    ]
     yield Table("communication", "Communication", columns, summary["communication"], note="by kind and group")
     evidence = any(row["evidence"] for row in summary["dependencies"])
-    columns = [held[0], *([Col("evidence", "Evidence")] if evidence else []), Col("kind", "Kind", "name")]
+    columns = [base_columns[0], *([Col("evidence", "Evidence")] if evidence else []), Col("kind", "Kind", "name")]
     note = "by kind" + (" and evidence" if evidence else "")
     yield Table("dependencies", "Dependencies", columns, summary["dependencies"], note=note)
     if len(summary["ranks"]) > 1:
@@ -386,16 +392,18 @@ def _tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
 def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
     """One node: its facts, its attributes, and its neighbours."""
     node = document["node"]
-    yield Text.assemble((short(node["name"] or "(no name)", width - 24), "bold"), (f"  node {node['id']}", DIM))
+    yield Text.assemble(
+        (fit_name(node["name"] or "(no name)", width - 24), "bold"), (f"  node {node['id']}", DIM_STYLE)
+    )
     facts = [node["kind"], *([f"rank {node['rank']}"] if node["rank"] is not None else [])]
-    facts += [what] if (what := node.get("what")) else []
+    facts += [description] if (description := node.get("what")) else []
     facts += [f"group {group}"] if (group := node.get("group")) else []
-    facts += [units.duration(node["time_ns"])]
-    facts += [f"starts at {units.duration(node['start_ns'])}"] if node["start_ns"] is not None else []
-    facts += [units.size(node["bytes"])] if node["bytes"] is not None else []
-    yield from paragraph(" · ".join(facts), width)
+    facts += [units.format_duration(node["time_ns"])]
+    facts += [f"starts at {units.format_duration(node['start_ns'])}"] if node["start_ns"] is not None else []
+    facts += [units.format_size(node["bytes"])] if node["bytes"] is not None else []
+    yield from render_paragraph(" · ".join(facts), width)
     for name, value in document["attributes"].items():
-        yield Text.assemble(" ", (sanitize(name), DIM), " ", short(value, max(width - len(name) - 3, 16)))
+        yield Text.assemble(" ", (sanitize(name), DIM_STYLE), " ", fit_name(value, max(width - len(name) - 3, 16)))
     for key, title, nodes in (
         ("before", "Waits for", document["before"]),
         ("after", "Is awaited by", document["after"]),
@@ -416,5 +424,5 @@ def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
             Col("name", "Name", "name"),
         ]
         if not rows:
-            yield from heading(title, "nothing", width)
-        yield from table_lines(Table(key, title, columns, rows), ReportOptions(top=_MOST_ROWS), width)
+            yield from render_heading(title, "nothing", width)
+        yield from render_declared_table(Table(key, title, columns, rows), ReportOptions(top=_MAX_ROWS), width)

@@ -24,20 +24,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 from traceloom.server.settings import Access, Token
 
-Sees = Literal["all", "own", "host"]
+Visibility = Literal["all", "own", "host"]
 
 _SO_PEERGROUPS = 59  # supplementary groups of a peer, since Linux 4.13; not in Python's socket module
-_OWNED = frozenset({"process", "job", "cgroup"})  # labels that say whose a series is
+_OWNER_LABELS = frozenset({"process", "job", "cgroup"})  # labels that say whose a series is
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The one who asks. `name` is for limits and the audit log; `uid` and `pid` are None over TCP."""
 
     name: str
-    sees: Sees
+    sees: Visibility
     uid: int | None = None
     pid: int | None = None
     acts: bool = False  # may pause counters and the like
@@ -49,7 +49,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
         return self.uid == 0
 
 
-def unix_peer(connection: socket.socket | Any, group: str) -> Peer:
+def identify_unix_caller(connection: socket.socket | Any, group: str) -> Caller:
     """Who is at the other end of a unix socket, as the kernel says.
 
     Args:
@@ -58,7 +58,7 @@ def unix_peer(connection: socket.socket | Any, group: str) -> Peer:
     """
     pid, uid, gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     privileged = uid in (0, os.geteuid()) or (group and _is_member(connection, gid, group))
-    return Peer(
+    return Caller(
         name=f"uid {uid}",
         uid=uid,
         pid=pid,
@@ -70,14 +70,16 @@ def unix_peer(connection: socket.socket | Any, group: str) -> Peer:
 
 def _is_member(connection: socket.socket | Any, gid: int, group: str) -> bool:
     try:
-        wanted = grp.getgrnam(group).gr_gid
+        group_id = grp.getgrnam(group).gr_gid
         groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * 65_536)
     except (KeyError, OSError):  # no such group; a kernel that does not say: then the first group alone counts
         return False
-    return wanted == gid or wanted in struct.unpack(f"{len(groups) // 4}I", groups)
+    return group_id == gid or group_id in struct.unpack(f"{len(groups) // 4}I", groups)
 
 
-def tcp_peer(address: str, authorization: str, tokens: Sequence[Token], *, loopback: bool, certified: str) -> Peer:
+def authenticate_tcp_caller(
+    address: str, authorization: str, tokens: Sequence[Token], *, loopback: bool, certified: str
+) -> Caller:
     """Who is at the other end of a TCP connection.
 
     Args:
@@ -96,21 +98,19 @@ def tcp_peer(address: str, authorization: str, tokens: Sequence[Token], *, loopb
         # All are compared, so that the time tells nothing about which is near.
         matching = [token for token in tokens if hmac.compare_digest(token.sha256.lower(), digest)]
         if not matching:
-            raise RequestError(
-                401, "this token is none of ours", slug="unknown-token", hint="`tcp.tokens` of agent.toml"
-            )
+            raise HttpError(401, "this token is none of ours", slug="unknown-token", hint="`tcp.tokens` of agent.toml")
         token = matching[0]
-        return Peer(
+        return Caller(
             name=f"token {token.name}",
             sees="all",
             acts=token.may == "all",
             commands=token.may == "all",
         )
     if certified and not tokens:
-        return Peer(name=f"certificate {certified}", sees="all")
+        return Caller(name=f"certificate {certified}", sees="all")
     if loopback:
-        return Peer(name=f"tcp {address}", sees="host")
-    raise RequestError(
+        return Caller(name=f"tcp {address}", sees="host")
+    raise HttpError(
         401,
         "a token is needed",
         slug="unknown-token",
@@ -119,10 +119,10 @@ def tcp_peer(address: str, authorization: str, tokens: Sequence[Token], *, loopb
 
 
 AGENT_HINT = "`access.request_bytes` of agent.toml"
-_PEERS = 4096  # that are remembered; those beyond are the ones that have been quiet longest
+_MAX_CALLERS = 4096  # that are remembered; those beyond are the ones that have been quiet longest
 
 
-class Rates:
+class RateLimiter:
     """A token bucket for each peer: it holds what two seconds bring, and a request takes a token."""
 
     def __init__(
@@ -144,11 +144,11 @@ class Rates:
         tokens, then = self.buckets.pop(name, (self.most, now))
         tokens = min(self.most, tokens + (now - then) * self.per_second)
         self.buckets[name] = (max(0.0, tokens - 1), now)
-        if len(self.buckets) > _PEERS:
+        if len(self.buckets) > _MAX_CALLERS:
             del self.buckets[next(iter(self.buckets))]
         if tokens < 1:
             wait = math.ceil((1 - tokens) / self.per_second)
-            raise RequestError(
+            raise HttpError(
                 429,
                 f"more than {self.per_second:g} requests a second",
                 slug="too-many-requests",
@@ -157,21 +157,21 @@ class Rates:
             )
 
 
-class Connections:
+class ConnectionLimiter:
     """How many connections there are, in all and of each peer: one peer may have half of them; root is not counted."""
 
     def __init__(self, access: Access) -> None:
         self.most = access.connections
         self.of: Counter[str] = Counter()
 
-    def enter(self, peer: Peer) -> None:
+    def enter(self, peer: Caller) -> None:
         """Count a connection.
 
         Raises:
             RequestError: `too-many-connections`.
         """
         if not peer.unlimited and (self.of.total() >= self.most or self.of[peer.name] >= max(1, self.most // 2)):
-            raise RequestError(
+            raise HttpError(
                 503,
                 "too many connections are open",
                 slug="too-many-connections",
@@ -180,30 +180,32 @@ class Connections:
             )
         self.of[peer.name] += not peer.unlimited
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, peer: Caller) -> None:
         """Its connection ended."""
         self.of[peer.name] -= not peer.unlimited
         if not self.of[peer.name]:
             del self.of[peer.name]
 
 
-async def body_of(chunks: AsyncIterator[bytes], declared: str, most: int, hint: str = AGENT_HINT) -> bytes:
-    """The body of a request, no longer than `most` bytes; `declared` is its Content-Length, or "".
+async def read_limited_body(
+    chunks: AsyncIterator[bytes], declared: str, max_bytes: int, hint: str = AGENT_HINT
+) -> bytes:
+    """The body of a request, no longer than `max_bytes` bytes; `declared` is its Content-Length, or "".
 
     Raises:
         RequestError: `too-large`.
     """
     body = bytearray()  # bytes would be copied with every chunk
-    if not declared.isdecimal() or int(declared) <= most:
+    if not declared.isdecimal() or int(declared) <= max_bytes:
         async for chunk in chunks:
             body += chunk
-            if len(body) > most:
+            if len(body) > max_bytes:
                 break
         else:
             return bytes(body)
-    raise RequestError(
+    raise HttpError(
         413,
-        f"the body is larger than {most:,} bytes",
+        f"the body is larger than {max_bytes:,} bytes",
         slug="too-large",
         hint=hint,
     )

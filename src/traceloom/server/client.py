@@ -62,9 +62,9 @@ class AgentClient:
             connection.request(method, f"/api/v1/{route}{query}", body, headers)
             response = connection.getresponse()
             if to is not None and response.status < 400:
-                while piece := response.read(1 << 20):
+                while chunk := response.read(1 << 20):
                     is_writing = True
-                    to.write(piece)
+                    to.write(chunk)
                     is_writing = False
                 if response.length:  # reading by pieces does not say that the end is missing
                     raise http.client.IncompleteRead(b"", response.length)
@@ -84,17 +84,17 @@ class AgentClient:
             raise InputError(f"the agent does not answer: {reason}", slug="no-agent", where=str(self.path)) from error
         finally:
             connection.close()
-        return answer_of(response.status, text, str(self.path))
+        return decode_answer(response.status, text, str(self.path))
 
 
-def answer_of(status: int, text: bytes, where: str, who: str = "agent") -> Any:
+def decode_answer(status: int, text: bytes, location: str, service_name: str = "agent") -> Any:
     """The JSON of an answer.
 
     Args:
         status: Of HTTP.
         text: The body.
-        where: Who answered, in errors.
-        who: What answers there, a word.
+        location: Who answered, in errors.
+        service_name: What answers there, a word.
 
     Raises:
         InputError: Its own slug, where it refuses and says why; `agent-unclear`: it is no answer of ours.
@@ -102,15 +102,17 @@ def answer_of(status: int, text: bytes, where: str, who: str = "agent") -> Any:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"what listens there answers as no {who} does", slug="agent-unclear", where=where) from error
+        raise InputError(
+            f"what listens there answers as no {service_name} does", slug="agent-unclear", where=location
+        ) from error
     if status >= 400:
         problem = answer.get("error") if isinstance(answer, dict) else None
         if not isinstance(problem, dict) or "slug" not in problem:
             raise InputError(
-                f"the {who} refuses with {status} and gives no reason that is understood here",
-                slug="agent-unclear", where=where,
+                f"the {service_name} refuses with {status} and gives no reason that is understood here",
+                slug="agent-unclear", where=location,
             )  # fmt: skip
-        message, hint = str(problem.get("message", f"the {who} refuses")), str(problem.get("hint", ""))
+        message, hint = str(problem.get("message", f"the {service_name} refuses")), str(problem.get("hint", ""))
         raise InputError(message, slug=str(problem["slug"]), hint=hint)
     return answer
 

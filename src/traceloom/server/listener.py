@@ -28,21 +28,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from traceloom.errors import InputError, OutputError
-from traceloom.server.access import Connections, Peer, tcp_peer, unix_peer
-from traceloom.server.problem import ProblemAnswer, RequestError, RequestProblem
+from traceloom.server.access import Caller, ConnectionLimiter, authenticate_tcp_caller, identify_unix_caller
+from traceloom.server.problem import HttpError, Problem, ProblemResponse
 from traceloom.server.settings import Access, Tcp, host_and_port
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import ASGIApp
 
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
+_REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 _HEADER_BYTES = 16_384
 _BACKLOG = 256
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """What the connections of one listener share.
 
     Attributes:
@@ -51,33 +51,33 @@ class Door(Protocol):
         hint: What changes that.
     """
 
-    connections: Connections
+    connections: ConnectionLimiter
     seconds: float
     hint: str
 
-    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+    def peer(self, transport: asyncio.BaseTransport) -> Caller:
         """Who connects, until a request says more."""
 
-    def identify(self, transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], object]:
+    def identify(self, transport: asyncio.BaseTransport, peer: Caller) -> Callable[[Headers], object]:
         """What tells from the headers of a request who asks."""
 
 
-class AgentDoor:
+class AgentListener:
     """A listener of the agent. `loopback`: None for the unix socket."""
 
     hint = "`access.seconds` of agent.toml"
 
-    def __init__(self, tcp: Tcp, access: Access, connections: Connections, *, loopback: bool | None) -> None:
+    def __init__(self, tcp: Tcp, access: Access, connections: ConnectionLimiter, *, loopback: bool | None) -> None:
         self.tcp, self.access, self.connections, self.loopback = tcp, access, connections, loopback
         self.seconds = access.seconds
 
-    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+    def peer(self, transport: asyncio.BaseTransport) -> Caller:
         """Who connects: over TCP only where from, until a request shows a token."""
         if self.loopback is None:
-            return unix_peer(transport.get_extra_info("socket"), self.access.group)
-        return Peer(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
+            return identify_unix_caller(transport.get_extra_info("socket"), self.access.group)
+        return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
 
-    def identify(self, transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], Peer]:
+    def identify(self, transport: asyncio.BaseTransport, peer: Caller) -> Callable[[Headers], Caller]:
         """What tells from the headers of a request who asks."""
         if self.loopback is None:
             return lambda _headers: peer
@@ -86,8 +86,8 @@ class AgentDoor:
         certified = names.get("commonName", "unnamed") if certificate else ""
         return functools.partial(self._tcp, transport.get_extra_info("peername")[0], certified)
 
-    def _tcp(self, address: str, certified: str, headers: Headers) -> Peer:
-        peer = tcp_peer(
+    def _tcp(self, address: str, certified: str, headers: Headers) -> Caller:
+        peer = authenticate_tcp_caller(
             address,
             headers.get("authorization", ""),
             self.tcp.tokens,
@@ -96,7 +96,7 @@ class AgentDoor:
         )
         # A page in a browser on this host can make a name of its own point here and read what needs no token.
         if peer.sees == "host" and not is_local_name(headers.get("host", "")):
-            raise RequestError(403, "that is not its name", slug="wrong-host", hint="use 127.0.0.1 or localhost")
+            raise HttpError(403, "that is not its name", slug="wrong-host", hint="use 127.0.0.1 or localhost")
         return peer
 
 
@@ -110,13 +110,13 @@ def is_local_name(host: str) -> bool:
     return True
 
 
-class DeadlineProtocol(H11Protocol):
+class TimeoutHttpProtocol(H11Protocol):
     """A connection: uvicorn's, with the peer in the state of each request, a deadline, and errors as JSON."""
 
-    def __init__(self, door: Door, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, door: Listener, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.door = door
-        self.peer: Peer | None = None
+        self.peer: Caller | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.received = 0  # bytes since a deadline was set anew
 
@@ -126,7 +126,7 @@ class DeadlineProtocol(H11Protocol):
         try:
             peer = self.door.peer(transport)
             self.door.connections.enter(peer)
-        except RequestError as refusal:
+        except HttpError as refusal:
             self.refuse(refusal)
         else:
             self.peer = peer
@@ -146,7 +146,7 @@ class DeadlineProtocol(H11Protocol):
         self.received += len(data)
         if not self.is_clients_turn():
             self.go_on()
-        elif self.received >= _PIECE_BYTES:  # a large one has the time for each piece of it
+        elif self.received >= _CHUNK_BYTES:  # a large one has the time for each piece of it
             self.received = 0
             self.go_on()
             self.wait()
@@ -173,7 +173,7 @@ class DeadlineProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is refused like everything else."""
-        self.refuse(RequestError(400, msg.rstrip("."), slug="wrong-request"))
+        self.refuse(HttpError(400, msg.rstrip("."), slug="wrong-request"))
 
     def is_clients_turn(self) -> bool:
         """Whether a request is awaited, or the rest of it, or that an answer be taken, to however many requests."""
@@ -196,24 +196,24 @@ class DeadlineProtocol(H11Protocol):
         if self.transport.is_closing() or self.transport.get_write_buffer_size() or not self.is_clients_turn():
             self.transport.abort()
         elif began:
-            self.refuse(RequestError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint))
+            self.refuse(HttpError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint))
         else:
             self.transport.close()
 
-    def refuse(self, refusal: RequestError) -> None:
+    def refuse(self, refusal: HttpError) -> None:
         """Answer without the application, and close."""
         body = msgspec.json.encode(
-            ProblemAnswer(error=RequestProblem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+            ProblemResponse(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
         )
         retry = b"Retry-After: %d\r\n" % refusal.retry_s if refusal.retry_s else b""
         self.transport.write(
             b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%sConnection: close\r\n\r\n%s"
-            % (refusal.status, _REASONS[refusal.status], len(body), retry, body)
+            % (refusal.status, _REASON_PHRASES[refusal.status], len(body), retry, body)
         )
         self.transport.close()
 
 
-class Listeners:
+class OpenListeners:
     """The open listeners of an agent."""
 
     def __init__(self, state: ServerState, socket_path: Path, lock: int) -> None:
@@ -236,31 +236,31 @@ class Listeners:
         os.close(self.lock)
 
 
-async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> Listeners:
+async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListeners:
     """Listen on the unix socket, and on TCP where it is configured, until `close`.
 
     Raises:
         InputError: `tcp-without-tls`, `tcp-without-tokens`, `tls-unusable`, `wrong-config`.
         OutputError: `agent-runs`: another agent has the socket; `socket-unusable`.
     """
-    tls, loopback = tcp_security(tcp) if tcp.address else (None, True)
+    tls, loopback = build_tls_context(tcp) if tcp.address else (None, True)
     state = ServerState()
-    connections = Connections(access)
-    uvicorn_config = http_config(app, access.seconds)
+    connections = ConnectionLimiter(access)
+    uvicorn_config = build_uvicorn_config(app, access.seconds)
 
-    def connection(door: AgentDoor) -> Callable[[], DeadlineProtocol]:
-        return lambda: DeadlineProtocol(door, config=uvicorn_config, server_state=state, app_state={})
+    def connection(door: AgentListener) -> Callable[[], TimeoutHttpProtocol]:
+        return lambda: TimeoutHttpProtocol(door, config=uvicorn_config, server_state=state, app_state={})
 
-    listener, lock = unix_listener(path)
-    listeners = Listeners(state, path, lock)
+    listener, lock = bind_unix_socket(path)
+    listeners = OpenListeners(state, path, lock)
     loop = asyncio.get_running_loop()
-    unix_door = AgentDoor(tcp, access, connections, loopback=None)
+    unix_door = AgentListener(tcp, access, connections, loopback=None)
     listeners.servers.append(await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG))
     if tcp.address:
         host, port = host_and_port(tcp.address)
         try:
             server = await loop.create_server(
-                connection(AgentDoor(tcp, access, connections, loopback=loopback)),
+                connection(AgentListener(tcp, access, connections, loopback=loopback)),
                 host,
                 port,
                 ssl=tls,
@@ -269,13 +269,13 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> Listeners
             )
         except OSError as error:
             await listeners.close()
-            raise _unusable(tcp.address, error) from error
+            raise _make_socket_error(tcp.address, error) from error
         listeners.servers.append(server)
         listeners.tcp_address = server.sockets[0].getsockname()[:2]
     return listeners
 
 
-def http_config(app: ASGIApp, seconds: float) -> UvicornConfig:
+def build_uvicorn_config(app: ASGIApp, seconds: float) -> UvicornConfig:
     """What uvicorn's protocol is told: no signals, no logs, nothing of a proxy; `seconds` as of `Door`."""
     return UvicornConfig(
         app,
@@ -295,7 +295,7 @@ def http_config(app: ASGIApp, seconds: float) -> UvicornConfig:
     )
 
 
-def tcp_security(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None, bool]:
+def build_tls_context(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None, bool]:
     """TLS for the TCP listener, if it has a certificate, and whether it listens to this host alone.
 
     Args:
@@ -352,7 +352,7 @@ def tcp_security(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None
     return context, loopback
 
 
-def unix_listener(path: Path) -> tuple[socket.socket, int]:
+def bind_unix_socket(path: Path) -> tuple[socket.socket, int]:
     """A bound unix socket that everybody may connect to, and the lock that says its agent lives.
 
     The socket of a dead agent is replaced: the kernel dropped its lock.
@@ -366,7 +366,7 @@ def unix_listener(path: Path) -> tuple[socket.socket, int]:
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         listener.close()
-        raise _unusable(path, error) from error
+        raise _make_socket_error(path, error) from error
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -389,11 +389,11 @@ def unix_listener(path: Path) -> tuple[socket.socket, int]:
     except OSError as error:
         listener.close()
         os.close(lock)
-        raise _unusable(path, error) from error
+        raise _make_socket_error(path, error) from error
     return listener, lock
 
 
-def _unusable(path: Path | str, error: OSError) -> OutputError:
+def _make_socket_error(path: Path | str, error: OSError) -> OutputError:
     return OutputError(
         f"the agent cannot listen there: {(error.strerror or str(error)).lower()}",
         slug="socket-unusable",

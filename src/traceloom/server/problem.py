@@ -17,7 +17,7 @@ from traceloom.system.text import describe_refusal
 API_VERSION = 1  # which each path names
 
 
-class RequestError(TraceloomError):
+class HttpError(TraceloomError):
     """A request that is not answered: `status` is that of HTTP; `retry_s`: when to come again, where that helps."""
 
     exit_code = 3
@@ -28,25 +28,27 @@ class RequestError(TraceloomError):
         self.retry_s = retry_s
 
 
-def other_api_version(path: str, who: str) -> RequestError | None:
+def other_api_version(path: str, service_name: str) -> HttpError | None:
     """The refusal of a request whose path names another version of the API; None where it does not."""
-    named = re.match(r"/api/v([0-9]{1,9})/", path)
-    if named is None or int(named[1]) == API_VERSION:
+    version_match = re.match(r"/api/v([0-9]{1,9})/", path)
+    if version_match is None or int(version_match[1]) == API_VERSION:
         return None
-    message = f"this is a request of version {named[1]}, and {who} answers those of version {API_VERSION}"
-    return RequestError(404, message, slug="other-version", hint="use the same version of Traceloom on both sides")
+    message = (
+        f"this is a request of version {version_match[1]}, and {service_name} answers those of version {API_VERSION}"
+    )
+    return HttpError(404, message, slug="other-version", hint="use the same version of Traceloom on both sides")
 
 
-def wrong_request(message: str) -> RequestError:
+def make_bad_request(message: str) -> HttpError:
     """The refusal of a request that is not as it has to be."""
-    return RequestError(400, f"the request is wrong: {describe_refusal(message)}", slug="wrong-request")
+    return HttpError(400, f"the request is wrong: {describe_refusal(message)}", slug="wrong-request")
 
 
-class HttpAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class HttpResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     """What a route answers with."""
 
 
-class RequestProblem(HttpAnswer, frozen=True):
+class Problem(HttpResponseBody, frozen=True):
     """Why a request is refused: a stable name, a sentence, what to do."""
 
     slug: str
@@ -54,36 +56,38 @@ class RequestProblem(HttpAnswer, frozen=True):
     hint: str = ""
 
 
-class ProblemAnswer(HttpAnswer, frozen=True):
+class ProblemResponse(HttpResponseBody, frozen=True):
     """The body of every answer that is no success."""
 
-    error: RequestProblem
+    error: Problem
 
 
 METRICS_PATH, DOCUMENT_PATH = "/metrics", "/api/v1/openapi.json"
 
 
-def refusal_response(refusal: RequestError) -> Response:
+def build_error_response(refusal: HttpError) -> Response:
     """The answer that says why there is none."""
     headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    answer = ProblemAnswer(error=RequestProblem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+    answer = ProblemResponse(error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
     return Response(msgspec.json.encode(answer), refusal.status, headers, media_type="application/json")
 
 
-def refusals(paths: Sequence[str], who: str) -> dict[Any, Callable[[Request, Exception], Response]]:
-    """What answers for errors: `paths` are those there are, `who` is whose defect one of ours is."""
+def build_exception_handlers(
+    paths: Sequence[str], service_name: str
+) -> dict[Any, Callable[[Request, Exception], Response]]:
+    """What answers for errors: `paths` are those there are, `service_name` is whose defect one of ours is."""
 
     def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            return refusal_response(RequestError(405, f"{path} does not take {request.method}", slug="wrong-method"))
-        if other := other_api_version(path, who):
-            return refusal_response(other)
-        return refusal_response(
-            RequestError(
+            return build_error_response(HttpError(405, f"{path} does not take {request.method}", slug="wrong-method"))
+        if other := other_api_version(path, service_name):
+            return build_error_response(other)
+        return build_error_response(
+            HttpError(
                 error.status_code,
                 f"there is no {path}",
                 slug="no-such-route",
@@ -92,12 +96,12 @@ def refusals(paths: Sequence[str], who: str) -> dict[Any, Callable[[Request, Exc
         )
 
     def refused(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        return refusal_response(error)
+        assert isinstance(error, HttpError)
+        return build_error_response(error)
 
     def failed(_request: Request, _error: Exception) -> Response:
-        return refusal_response(
-            RequestError(500, f"a defect of {who}", slug="internal-error", hint="its log says more")
+        return build_error_response(
+            HttpError(500, f"a defect of {service_name}", slug="internal-error", hint="its log says more")
         )
 
-    return {HTTPException: no_route, RequestError: refused, Exception: failed}
+    return {HTTPException: no_route, HttpError: refused, Exception: failed}

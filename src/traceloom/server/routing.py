@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from traceloom import __version__
-from traceloom.server.access import AGENT_HINT, body_of
-from traceloom.server.problem import ProblemAnswer, RequestError, wrong_request
+from traceloom.server.access import AGENT_HINT, read_limited_body
+from traceloom.server.problem import HttpError, ProblemResponse, make_bad_request
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Form = TypeVar("Form", bound=msgspec.Struct)
 
 
-async def body_as(request: Request, kind: type[Form], most: int, hint: str = AGENT_HINT) -> Form:
+async def decode_body(request: Request, kind: type[Form], max_bytes: int, hint: str = AGENT_HINT) -> Form:
     """The body of a request, of at most so many bytes; `hint`: what to do where it has more.
 
     Raises:
@@ -32,16 +32,16 @@ async def body_as(request: Request, kind: type[Form], most: int, hint: str = AGE
     from starlette.requests import ClientDisconnect
 
     try:
-        body = await body_of(request.stream(), request.headers.get("content-length", ""), most, hint)
+        body = await read_limited_body(request.stream(), request.headers.get("content-length", ""), max_bytes, hint)
     except ClientDisconnect as error:
-        raise cut_off() from error
+        raise make_truncated_error() from error
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise wrong_request(str(error)) from error
+        raise make_bad_request(str(error)) from error
 
 
-def parameters_as(request: Request, kind: type[Form]) -> Form:
+def decode_query(request: Request, kind: type[Form]) -> Form:
     """What stands behind the question mark.
 
     Raises:
@@ -50,15 +50,15 @@ def parameters_as(request: Request, kind: type[Form]) -> Form:
     try:
         return msgspec.convert(dict(request.query_params), kind, strict=False)
     except msgspec.ValidationError as error:
-        raise wrong_request(str(error)) from error
+        raise make_bad_request(str(error)) from error
 
 
-def cut_off() -> RequestError:
+def make_truncated_error() -> HttpError:
     """The refusal of a request whose connection ended before it was whole."""
-    return RequestError(408, "the connection ended before the request did", slug="too-slow")
+    return HttpError(408, "the connection ended before the request did", slug="too-slow")
 
 
-class Described(Protocol):
+class DescribedRoute(Protocol):
     """What the document says of a route."""
 
     @property
@@ -94,7 +94,7 @@ class Described(Protocol):
         """Codes of its refusals, beside those of all."""
 
 
-REFUSALS = {
+STATUS_DESCRIPTIONS = {
     400: "The request is wrong",
     401: "A token is needed, or it is none of ours",
     403: "Not for the one who asks",
@@ -104,19 +104,19 @@ REFUSALS = {
     409: "It is not ready for that, or was done in another way",
     503: "It cannot be answered now",
 }
-EVERYWHERE = (401, 429)
+COMMON_STATUSES = (401, 429)
 
 
-def document(
-    routes: Sequence[Described],
+def build_openapi_document(
+    routes: Sequence[DescribedRoute],
     title: str = "Traceloom agent",
     description: str = "What devices and processes of a host do, and whose they are.",
 ) -> dict[str, Any]:
     """The document of OpenAPI 3.1 for the routes with JSON, and `/metrics`."""
-    kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {ProblemAnswer}
+    kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {ProblemResponse}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
-    of = dict(zip(ordered, schemas, strict=True))
+    references = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, Any] = {
         "/metrics": {
             "get": {
@@ -133,23 +133,25 @@ def document(
     }
     for route in routes:
         # Of the operation: its path, and its method where that is not the usual one
-        words = [part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")]
+        path_parts = [
+            part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")
+        ]
         operation: dict[str, Any] = {
             "summary": route.summary,
-            "operationId": "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words]),
+            "operationId": "_".join([*([] if route.method == "GET" else [route.method.lower()]), *path_parts]),
             "description": ((route.answer and route.answer.__doc__) or "").strip(),
             "responses": {
-                "200": _content(route.summary, of[route.answer])
+                "200": _describe_content(route.summary, references[route.answer])
                 if route.answer
                 else {"description": route.summary, "content": {route.content: {}}},
                 **{
-                    str(code): _content(REFUSALS[code], of[ProblemAnswer])
-                    for code in sorted({*EVERYWHERE, *route.refuses})
+                    str(code): _describe_content(STATUS_DESCRIPTIONS[code], references[ProblemResponse])
+                    for code in sorted({*COMMON_STATUSES, *route.refuses})
                 },
             },
         }
         if route.body:
-            operation["requestBody"] = {"required": True, **_content("", of[route.body])}
+            operation["requestBody"] = {"required": True, **_describe_content("", references[route.body])}
             del operation["requestBody"]["description"]
         in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
         operation["parameters"] = [
@@ -179,18 +181,18 @@ def document(
     }
 
 
-def _content(description: str, schema: Any) -> dict[str, Any]:
+def _describe_content(description: str, schema: Any) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE]\+?\d+)?")
-_LATEST_NS = 2**62
+_MAX_TIME_NS = 2**62
 """What lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no more."""
 
 
-def moment(text: str, now_ns: int) -> int:
+def parse_time(text: str, now_ns: int) -> int:
     """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it says no zone).
 
     Raises:
@@ -198,12 +200,12 @@ def moment(text: str, now_ns: int) -> int:
     """
     try:
         if match := _AGO.fullmatch(text):
-            at_ns = now_ns - int(min(float(match[1]) * _UNITS_S[match[2]] * 1e9, _LATEST_NS))
+            at_ns = now_ns - int(min(float(match[1]) * _UNITS_S[match[2]] * 1e9, _MAX_TIME_NS))
         elif _NUMBER.fullmatch(text):
             at_ns = int(float(text) * 1e9)
         else:
             time_of = datetime.fromisoformat(text.replace("Z", "+00:00"))
             at_ns = int((time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp() * 1e9)
     except (ValueError, OverflowError) as error:
-        raise wrong_request(f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00") from error
-    return min(max(at_ns, 0), _LATEST_NS)
+        raise make_bad_request(f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00") from error
+    return min(max(at_ns, 0), _MAX_TIME_NS)

@@ -74,47 +74,47 @@ def open_input(path: str | Path) -> BinaryIO:
     return file
 
 
-def read_small(path: str | Path, most: int) -> bytes:
+def read_small(path: str | Path, max_bytes: int) -> bytes:
     """The content of a file of the user's, if it is no larger than so many bytes.
 
     Raises:
         OSError: It is larger, a device, or cannot be read.
     """
     with open_input(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most // 10**6:,} MB")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes // 10**6:,} MB")
     return content
 
 
 @contextmanager
-def protect_inputs(named: Iterable[str | Path] = ()) -> Iterator[None]:
+def protect_inputs(given_paths: Iterable[str | Path] = ()) -> Iterator[None]:
     """Write over nothing that is read, for what is done inside.
 
     Args:
-        named: What the user gave, files and directories. Readers add the files that they find there (`note_input`).
+        given_paths: What the user gave, files and directories. Readers add the files that they find there (`note_input`).
     """
     global _inputs
     outer = _inputs
     _inputs = outer or _Inputs(set(), set())
     try:
-        for path in named:
-            note_input(path)
+        for path in given_paths:
+            remember_input(path)
         yield
     finally:
         _inputs = outer
 
 
-def natural_key(path: Path) -> list[tuple[int, str]]:
+def build_natural_key(path: Path) -> list[tuple[int, str]]:
     """Sorts files by name, numbers in it by their value."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def note_input(path: str | Path) -> None:
+def remember_input(path: str | Path) -> None:
     """Remember that a file is read, so that nothing is written over it."""
     if _inputs is not None:
         with suppress(OSError, ValueError):  # what is not there is not read
-            _inputs.files.add(_identity(Path(path).stat()))
+            _inputs.files.add(_identify_file(Path(path).stat()))
             _inputs.paths.add(os.path.realpath(path))
 
 
@@ -138,7 +138,7 @@ def refuse_input(path: Path) -> None:
         return
     real = os.path.realpath(path)
     problem = ""
-    if real in _inputs.paths or _identity(path.stat()) in _inputs.files:
+    if real in _inputs.paths or _identify_file(path.stat()) in _inputs.files:
         problem = f"`{path}` is an input too"
     elif any(name.startswith(os.path.join(real, "")) for name in _inputs.paths if path.is_dir()):  # noqa: PTH118
         problem = f"`{path}` is where the inputs are"
@@ -146,7 +146,7 @@ def refuse_input(path: Path) -> None:
         raise UsageError(problem, slug="wrong-usage", hint="write to another place")
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def _identify_file(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
@@ -203,43 +203,43 @@ def write(path: Path, produce: Callable[[BinaryIO], object], *, force: bool, pri
     refuse_existing(path, force=force)
     with report_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = temporary_path(path)
-        with _removed(beside):
-            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        temporary_path = make_temporary_path(path)
+        with _remove_on_failure(temporary_path):
+            handle = os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
             with os.fdopen(handle, "wb") as file:
                 if not private:
-                    keep_mode(path, beside)
+                    keep_mode(path, temporary_path)
                 produce(file)
-            size = beside.stat().st_size
-            beside.replace(path)
+            size = temporary_path.stat().st_size
+            temporary_path.replace(path)
     return size
 
 
-def temporary_path(path: Path) -> Path:
+def make_temporary_path(path: Path) -> Path:
     """A name in the same folder that nobody can foresee, for what becomes `path` when it is whole."""
     return path.with_name(f".{os.urandom(8).hex()}.partial")
 
 
-def keep_mode(path: Path, beside: Path) -> None:
+def keep_mode(path: Path, temporary_path: Path) -> None:
     """Who may read and write what is replaced may do so with what replaces it.
 
     Raises:
         OSError: It cannot be changed.
     """
     if _describe_file_type(path):
-        beside.chmod(stat.S_IMODE(path.stat().st_mode))
+        temporary_path.chmod(stat.S_IMODE(path.stat().st_mode))
 
 
 @contextmanager
-def _removed(beside: Path) -> Iterator[None]:
+def _remove_on_failure(temporary_path: Path) -> Iterator[None]:
     """Remove what was made beside, when it could not be put into its place."""
 
     def remove() -> None:
         with suppress(OSError):  # what went wrong first is what counts
-            if beside.is_dir():
-                shutil.rmtree(beside)
+            if temporary_path.is_dir():
+                shutil.rmtree(temporary_path)
             else:
-                beside.unlink()
+                temporary_path.unlink()
 
     with process.clean_up_on_exit(remove):
         try:
@@ -261,12 +261,12 @@ def report_write_errors(path: Path) -> Iterator[None]:
         raise OutputError(f"`{path}` cannot be written: {reason}", slug="cannot-write", hint=hint) from error
 
 
-def check_directory(path: Path, ours: str, *, force: bool) -> None:
+def check_directory(path: Path, own_files_pattern: str, *, force: bool) -> None:
     """Refuse a place where a directory of files cannot go before any work is done.
 
     Args:
         path: The directory.
-        ours: Regular expression of the paths of such files below it; with `force`, a directory that holds nothing else
+        own_files_pattern: Regular expression of the paths of such files below it; with `force`, a directory that holds nothing else
             may be replaced.
         force: Replace.
 
@@ -283,10 +283,10 @@ def check_directory(path: Path, ours: str, *, force: bool) -> None:
     entries = sorted(path.iterdir())
     if entries and not force:
         raise OutputError(f"`{path}` exists already", slug="file-exists", hint="use --force to overwrite it")
-    for entry in (below for top in entries for below in (top, *(top.rglob("*") if top.is_dir() else ()))):
+    for entry in (descendant for top in entries for descendant in (top, *(top.rglob("*") if top.is_dir() else ()))):
         name = entry.relative_to(path).as_posix()
-        folder = entry.is_dir() and not entry.is_symlink()
-        if not any(entry.iterdir()) if folder else not re.fullmatch(ours, name):
+        is_directory = entry.is_dir() and not entry.is_symlink()
+        if not any(entry.iterdir()) if is_directory else not re.fullmatch(own_files_pattern, name):
             raise OutputError(
                 f"`{path}` holds other things, as {name}, and is not replaced",
                 slug="cannot-write",
@@ -294,13 +294,13 @@ def check_directory(path: Path, ours: str, *, force: bool) -> None:
             )
 
 
-def write_directory(path: Path, produce: Callable[[Path], None], ours: str, *, force: bool) -> list[Path]:
+def write_directory(path: Path, produce: Callable[[Path], None], own_files_pattern: str, *, force: bool) -> list[Path]:
     """Let `produce` fill a directory: beside its place first, then renamed, so that it is whole or not there.
 
     Args:
         path: The directory.
         produce: Writes files into the directory that it is given.
-        ours: As for `check_directory`.
+        own_files_pattern: As for `check_directory`.
         force: Replace a directory that holds nothing but such files.
 
     Returns:
@@ -310,29 +310,29 @@ def write_directory(path: Path, produce: Callable[[Path], None], ours: str, *, f
         UsageError: slug `wrong-usage`.
         OutputError: slug `file-exists`; slug `cannot-write`.
     """
-    check_directory(path, ours, force=force)
+    check_directory(path, own_files_pattern, force=force)
     with report_write_errors(path):
-        beside = temporary_path(path)
-        with _removed(beside):
-            beside.mkdir(parents=True)
-            keep_mode(path, beside)
-            produce(beside)
-            replace_directory(beside, path)
+        temporary_path = make_temporary_path(path)
+        with _remove_on_failure(temporary_path):
+            temporary_path.mkdir(parents=True)
+            keep_mode(path, temporary_path)
+            produce(temporary_path)
+            replace_directory(temporary_path, path)
     return sorted(path.iterdir())
 
 
-def replace_directory(beside: Path, path: Path) -> None:
+def replace_directory(temporary_path: Path, path: Path) -> None:
     """Put a whole directory into its place; what was there before is gone then, or still there.
 
     Raises:
         OSError: It cannot be put there.
     """
-    old = temporary_path(path)
+    old = make_temporary_path(path)
     with process.defer_signals():
         try:
             if path.exists():
                 path.rename(old)
-            beside.rename(path)
+            temporary_path.rename(path)
         except BaseException:
             with suppress(OSError):  # what went wrong first is what counts
                 if old.exists() and not path.exists():
@@ -342,7 +342,7 @@ def replace_directory(beside: Path, path: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def sha256_of(file: BinaryIO) -> str:
+def compute_sha256(file: BinaryIO) -> str:
     """SHA-256 of what follows in an open file, in hexadecimal."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
@@ -350,10 +350,10 @@ def sha256_of(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-CAP_BYTES = 10 * 10**9
+MAX_CACHE_BYTES = 10 * 10**9
 
 
-def cache_directory() -> Path:
+def find_cache_directory() -> Path:
     """The cache directory: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
     override = os.environ.get("TRACELOOM_CACHE_DIR")
     if override:
@@ -363,11 +363,11 @@ def cache_directory() -> Path:
     return Path(platformdirs.user_cache_dir("traceloom", appauthor=False))
 
 
-def evict(folder: Path, cap_bytes: int) -> None:
+def evict(directory: Path, cap_bytes: int) -> None:
     """Drop the entries of a folder unused for longest until the rest fits; and what a killed process left half made."""
     entries = []
     with contextlib.suppress(OSError):
-        for entry in folder.iterdir():
+        for entry in directory.iterdir():
             with contextlib.suppress(OSError):
                 size = sum(file.lstat().st_size for file in entry.rglob("*"))
                 entries.append((entry.stat().st_mtime, size, entry))

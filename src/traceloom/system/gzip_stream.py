@@ -13,11 +13,11 @@ from isal.igzip_lib import IsalError
 from traceloom.errors import InputError, unreadable
 from traceloom.system import files
 
-_SLOW = 1 << 16
-_GZIP = b"\x1f\x8b"
-_FAULT: Any = IsalError  # its type stubs call it a value
+_RECOVERY_CHUNK_BYTES = 1 << 16
+_GZIP_MAGIC = b"\x1f\x8b"
+_GzipError: Any = IsalError  # its type stubs call it a value
 
-Step = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 class GzipStream:
@@ -40,11 +40,11 @@ class GzipStream:
     MOST_EXPANSION = 500
     BOMB_BYTES = 1 << 26  # of text; less is no bomb
 
-    def __init__(self, stream: BinaryIO, step: Step | None = None) -> None:
+    def __init__(self, stream: BinaryIO, step: ProgressCallback | None = None) -> None:
         self._stream = stream
         self._step = step
         self._head = stream.read(self.READ)
-        self.packed = self._head.startswith(_GZIP)
+        self.packed = self._head.startswith(_GZIP_MAGIC)
         self.read = self.given = 0
         self.damage: Literal["", "cut-gzip", "corrupt-gzip", "trailing-bytes"] = ""
 
@@ -57,47 +57,47 @@ class GzipStream:
             return f"the gzip data ends at byte {self.read} of the compressed file, before its end mark"
         return f"the gzip data is corrupt near byte {self.read} of the compressed file"
 
-    def whole(self, most_bytes: int, what: str, path: str | Path) -> bytes:
-        """All of the text up to `damage`; `what` and `path` name the file in errors.
+    def whole(self, max_bytes: int, file_kind: str, path: str | Path) -> bytes:
+        """All of the text up to `damage`; `file_kind` and `path` name the file in errors.
 
         Raises:
             InputError: `gzip-bomb`: it has more bytes than that; `unreadable`.
         """
-        pieces = []
+        chunks = []
         try:
-            for piece in self:
-                pieces.append(piece)
-                if self.given > most_bytes:
-                    message = f"the {what} has more than {most_bytes / 1e9:.1f} GB of text"
+            for chunk in self:
+                chunks.append(chunk)
+                if self.given > max_bytes:
+                    message = f"the {file_kind} has more than {max_bytes / 1e9:.1f} GB of text"
                     raise InputError(message, slug="gzip-bomb", where=str(path))
         except OSError as error:
             raise unreadable(path, error) from error
-        return b"".join(pieces)
+        return b"".join(chunks)
 
     def __iter__(self) -> Iterator[bytes]:
         if not self.packed:
-            for piece in self._stored(self.PIECE):
+            for chunk in self._stored(self.PIECE):
                 self.given = self.read
-                yield piece
+                yield chunk
             return
         inflate = isal_zlib.decompressobj(31)
         member = before = 0  # where in the file the current member begins, and how much text came before it
         for stored in self._stored(self.READ):
-            rest = stored
-            while rest:
+            remaining = stored
+            while remaining:
                 if inflate.eof:  # another member, or zeros that fill up a block
-                    rest = rest.lstrip(b"\0")
-                    if not rest:
+                    remaining = remaining.lstrip(b"\0")
+                    if not remaining:
                         break
-                    member, before = self.read - len(rest), self.given
-                    if not _GZIP.startswith(rest[:2]):
+                    member, before = self.read - len(remaining), self.given
+                    if not _GZIP_MAGIC.startswith(remaining[:2]):
                         self.read, self.damage = member, "trailing-bytes"
                         return
                     inflate = isal_zlib.decompressobj(31)
                 try:
-                    text = inflate.decompress(rest, self.PIECE)
-                except _FAULT:
-                    end, self.read, self.damage = self.read, self.read - len(rest), "corrupt-gzip"
+                    text = inflate.decompress(remaining, self.PIECE)
+                except _GzipError:
+                    end, self.read, self.damage = self.read, self.read - len(remaining), "corrupt-gzip"
                     yield from self._slowly(member, end, self.given - before)
                     return
                 self.given += len(text)
@@ -109,18 +109,18 @@ class GzipStream:
                         hint="decompress it yourself and give the plain file if you trust it",
                     )
                 yield text
-                rest = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
+                remaining = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
         if not inflate.eof:
             self.damage = "cut-gzip"
 
     def _stored(self, size: int) -> Iterator[bytes]:
-        piece = self._head
-        while piece:
-            self.read += len(piece)
-            yield piece
+        chunk = self._head
+        while chunk:
+            self.read += len(chunk)
+            yield chunk
             if self._step:
                 self._step(self.read, self.given)
-            piece = self._stream.read(size)
+            chunk = self._stream.read(size)
 
     def _slowly(self, member: int, end: int, decoded: int) -> Iterator[bytes]:
         """The text of a corrupt member beyond its first `decoded` bytes, up to the fault.
@@ -132,9 +132,9 @@ class GzipStream:
         self._stream.seek(member)
         inflate = zlib.decompressobj(31)
         got = 0
-        for at in range(member, end, _SLOW):
-            packed = self._stream.read(min(_SLOW, end - at))
-            size = 1 if at + self.READ + _SLOW >= end else _SLOW
+        for position in range(member, end, _RECOVERY_CHUNK_BYTES):
+            packed = self._stream.read(min(_RECOVERY_CHUNK_BYTES, end - position))
+            size = 1 if position + self.READ + _RECOVERY_CHUNK_BYTES >= end else _RECOVERY_CHUNK_BYTES
             for start in range(0, len(packed), size):
                 try:
                     text = inflate.decompress(packed[start : start + size])

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_tasks: dict[object, Callable[[], object]] = {}
-_reasons_to_wait: dict[object, None] = {}
-_waiting: list[int] = []
+_exit_tasks: dict[object, Callable[[], object]] = {}
+_signal_holds: dict[object, None] = {}
+_pending_signals: list[int] = []
 
 
 def install_signal_handlers() -> None:
@@ -38,11 +38,11 @@ def install_signal_handlers() -> None:
 def clean_up_on_exit(undo: Callable[[], object]) -> Iterator[None]:
     """Call `undo` should the process leave from within; it may be called before what it undoes is done."""
     key = object()
-    _tasks[key] = undo
+    _exit_tasks[key] = undo
     try:
         yield
     finally:
-        _tasks.pop(key, None)
+        _exit_tasks.pop(key, None)
 
 
 @contextlib.contextmanager
@@ -50,15 +50,15 @@ def defer_signals() -> Iterator[None]:
     """Leave only after what is done inside, which is short. Processes that are started inside do not hear of it."""
     before = block_signals()
     key = object()
-    _reasons_to_wait[key] = None
+    _signal_holds[key] = None
     try:
         yield
     finally:
-        _reasons_to_wait.pop(key)
+        _signal_holds.pop(key)
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if _waiting and not _reasons_to_wait:
-            _exit_on_signal(_waiting[0], None)
+        if _pending_signals and not _signal_holds:
+            _exit_on_signal(_pending_signals[0], None)
 
 
 def block_signals() -> set[int] | None:
@@ -70,32 +70,32 @@ def block_signals() -> set[int] | None:
 
 def forget_in_child() -> None:
     """In a forked process: what is to be undone is its parent's business."""
-    _tasks.clear()
-    _reasons_to_wait.clear()
+    _exit_tasks.clear()
+    _signal_holds.clear()
     for number in _SIGNALS:
         if signal.getsignal(number) is _exit_on_signal:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _exit_on_signal(number: int, _frame: Any) -> None:
-    if _reasons_to_wait:
-        _waiting.append(number)
+    if _signal_holds:
+        _pending_signals.append(number)
         return
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    for undo in reversed(list(_tasks.values())):
+    for signal_number in _SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN)
+    for undo in reversed(list(_exit_tasks.values())):
         with contextlib.suppress(Exception):  # the next one counts as much
             undo()
     with contextlib.suppress(OSError, AttributeError, ValueError):
         wipe = b"\r\x1b[K" if sys.stderr.isatty() else b""
         os.write(2, wipe + b"traceloom: interrupted\n")
     if number == signal.SIGINT:
-        os._exit(INTERRUPTED)
+        os._exit(EXIT_INTERRUPTED)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
-MOST_EVENTS = 500_000
+MAX_PINNED_EVENTS = 500_000
 """Events whose analysis is small work; the steps of more are worth several cores."""
 
 
@@ -109,22 +109,22 @@ def pin_to_one_core(events: int = 0) -> Iterator[None]:
         events: So many are worked on; of more than `MOST_EVENTS` nothing happens.
     """
     tasks = Path("/proc/self/task")
-    kept: dict[int, set[int]] = {}
+    saved_affinity: dict[int, set[int]] = {}
     with contextlib.suppress(OSError, AttributeError, ValueError, IndexError):
-        if events <= MOST_EVENTS and len(os.sched_getaffinity(0)) > 1:
+        if events <= MAX_PINNED_EVENTS and len(os.sched_getaffinity(0)) > 1:
             # Behind the name of the program, which may hold anything, it is the 37th field.
             core = int(Path("/proc/thread-self/stat").read_bytes().rpartition(b")")[2].split()[36])
             for thread in [int(task.name) for task in tasks.iterdir()]:
                 with contextlib.suppress(ProcessLookupError):  # it has ended since
-                    kept[thread] = os.sched_getaffinity(thread)
+                    saved_affinity[thread] = os.sched_getaffinity(thread)
                     os.sched_setaffinity(thread, {core})
     try:
         yield
     finally:
-        everywhere = set().union(*kept.values())
-        for thread in [int(task.name) for task in tasks.iterdir()] if kept else ():
+        everywhere = set().union(*saved_affinity.values())
+        for thread in [int(task.name) for task in tasks.iterdir()] if saved_affinity else ():
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, kept.get(thread, everywhere))
+                os.sched_setaffinity(thread, saved_affinity.get(thread, everywhere))
 
 
 @contextlib.contextmanager
@@ -139,7 +139,9 @@ def pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-_LITTLE = 1 << 19  # KiB of memory that a process never exceeded: it has nothing to give back that anyone would miss
+_MIN_TRIM_KIB = (
+    1 << 19
+)  # KiB of memory that a process never exceeded: it has nothing to give back that anyone would miss
 
 
 def trim_memory() -> None:
@@ -151,7 +153,7 @@ def trim_memory() -> None:
     if sys.platform == "linux":
         import resource  # Windows has none
 
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < _LITTLE:
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < _MIN_TRIM_KIB:
             return
         with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such function
             ctypes.CDLL(None).malloc_trim(0)

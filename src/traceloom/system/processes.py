@@ -20,13 +20,13 @@ from traceloom.system import process
 
 # `-I`: the current directory, which may be an archive of a stranger, has no say in what is imported. Where this process
 # imports from comes in the first line.
-_START = (
+_BOOTSTRAP = (
     "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); first = json.loads(line); "
     "sys.path[:] = first['imports']; from importlib import import_module; import_module(first['main']).main()"
 )
 
 
-def cores() -> int:
+def count_cores() -> int:
     """How many processes can work at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -57,9 +57,9 @@ class WorkerProcess:
         identity: dict[str, Any] = {}
         if user is not None:
             variables = bare
-            identity = {"user": user, "group": _group_of(user), "extra_groups": (), "cwd": "/"}
+            identity = {"user": user, "group": _find_group(user), "extra_groups": (), "cwd": "/"}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, main],  # its name stands in lists of processes
+            [sys.executable, "-I", "-c", _BOOTSTRAP, main],  # its name stands in lists of processes
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
@@ -93,7 +93,7 @@ class WorkerProcess:
         return self._process.wait()
 
 
-def _group_of(user: int) -> int:
+def _find_group(user: int) -> int:
     import pwd
 
     try:
@@ -145,7 +145,7 @@ class ProcessPool:
 
 
 @contextlib.contextmanager
-def workers(main: str) -> Iterator[ProcessPool]:
+def start_workers(main: str) -> Iterator[ProcessPool]:
     """Processes that do not outlive what is done inside."""
     started = ProcessPool(main)
     with process.clean_up_on_exit(started.stop):
@@ -157,17 +157,17 @@ def workers(main: str) -> Iterator[ProcessPool]:
 
 
 @contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
+def create_shared_directory() -> Iterator[Path]:
     """A folder for what processes hand over, which does not outlive what is done inside.
 
     Raises:
         OSError: There is no room for it.
     """
-    folder = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
-    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    directory = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
+    remove = partial(shutil.rmtree, directory, ignore_errors=True)
     with process.clean_up_on_exit(remove):
         try:
-            folder.mkdir(mode=0o700)
-            yield folder
+            directory.mkdir(mode=0o700)
+            yield directory
         finally:
             remove()

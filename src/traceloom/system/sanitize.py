@@ -16,10 +16,10 @@ _UNSAFE_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f" + _INVISIBLE)  # without tab
 
 def sanitize(text: str) -> str:
     r"""The text in one line, every control or invisible character spelled out (`\x1b`)."""
-    return UNSAFE.sub(_spelled, text)
+    return UNSAFE.sub(_escape_character, text)
 
 
-def _spelled(match: re.Match[str]) -> str:
+def _escape_character(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
@@ -44,11 +44,11 @@ class SanitizedStream(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         """Write the text, made harmless; returns the number of characters that were asked for."""
-        super().write(_UNSAFE_IN_LINES.sub(_spelled, text))
+        super().write(_UNSAFE_IN_LINES.sub(_escape_character, text))
         return len(text)
 
 
-def unsanitized(stream: TextIO) -> TextIO:
+def unwrap_stream(stream: TextIO) -> TextIO:
     """The stream under a `HarmlessStream`, or the stream itself."""
     return stream.steering if isinstance(stream, SanitizedStream) else stream
 

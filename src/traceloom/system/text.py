@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-_LONE = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def replace_surrogates(text: str) -> str:
     """The text without lone surrogates."""
-    return text if text.isascii() else _LONE.sub("\ufffd", text)
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def clean_json(value: Any) -> tuple[Any, int]:
@@ -26,9 +26,9 @@ def clean_json(value: Any) -> tuple[Any, int]:
     def cleaned(inner: Any) -> Any:
         nonlocal changed
         if isinstance(inner, str):
-            made = replace_surrogates(inner)
-            changed += made != inner
-            return made
+            replaced = replace_surrogates(inner)
+            changed += replaced != inner
+            return replaced
         if isinstance(inner, (dict, list, tuple)):
             inner = {cleaned(key): item for key, item in inner.items()} if isinstance(inner, dict) else list(inner)
             waiting.append(inner)
@@ -36,12 +36,12 @@ def clean_json(value: Any) -> tuple[Any, int]:
 
     # Files of strangers nest deeper than calls do.
     waiting: list[Any] = []
-    whole = cleaned(value)
+    result = cleaned(value)
     while waiting:
         holder = waiting.pop()
         for key, item in holder.items() if isinstance(holder, dict) else enumerate(holder):
             holder[key] = cleaned(item)
-    return whole, changed
+    return result, changed
 
 
 def encode_utf8(text: str) -> bytes:
@@ -49,7 +49,7 @@ def encode_utf8(text: str) -> bytes:
     return replace_surrogates(text).encode("utf-8")
 
 
-def json_line(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """The value as JSON in UTF-8; integers stay integers."""
     try:
         return msgspec.json.encode(value)
@@ -58,35 +58,35 @@ def json_line(value: Any) -> bytes:
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
-NAME_OF_USER = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,79}\Z"
+USER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,79}\Z"
 HOST = r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z"
-HOST_OR_NONE = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z"
+OPTIONAL_HOST = r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z"
 IDENTITY = r"^[A-Za-z0-9_-]+\Z"
 ONE_LINE = r"^[^\x00-\x1f\x7f]*\Z"
 SHA256 = r"^[0-9a-f]{64}\Z"
-WORD_OR_NONE = r"^([a-z_]+)?\Z"
-WORDS = r"^[a-z_]+(,[a-z_]+){0,5}\Z"
+OPTIONAL_WORD = r"^([a-z_]+)?\Z"
+WORD_LIST = r"^[a-z_]+(,[a-z_]+){0,5}\Z"
 
-_BEGINS = "beginning with a letter or digit"
-_ALLOWED = {
-    NAME: f"at most 63 letters, digits and `_.-`, {_BEGINS}, as `chat`",
-    NAME_OF_USER: f"at most 80 letters, digits and `._@-`, {_BEGINS}, as `ci-bot`",
-    HOST: f"letters, digits and `._-`, {_BEGINS}, as `node7.example.org`",
-    HOST_OR_NONE: f"nothing, or letters, digits and `._-`, {_BEGINS}, as `node7.example.org`",
+_FIRST_CHARACTER = "beginning with a letter or digit"
+_PATTERN_DESCRIPTIONS = {
+    NAME: f"at most 63 letters, digits and `_.-`, {_FIRST_CHARACTER}, as `chat`",
+    USER_NAME: f"at most 80 letters, digits and `._@-`, {_FIRST_CHARACTER}, as `ci-bot`",
+    HOST: f"letters, digits and `._-`, {_FIRST_CHARACTER}, as `node7.example.org`",
+    OPTIONAL_HOST: f"nothing, or letters, digits and `._-`, {_FIRST_CHARACTER}, as `node7.example.org`",
     IDENTITY: "letters, digits, `_` and `-`, as `r-41`",
     ONE_LINE: "a text in one line, without control signs, as `slurm-42`",
     SHA256: "64 hexadecimal digits in small letters, as `sha256sum` prints them",
-    WORD_OR_NONE: "one name in small letters, or nothing, as `model`",
-    WORDS: "one to six names in small letters with commas between them, as `division,user`",
+    OPTIONAL_WORD: "one name in small letters, or nothing, as `model`",
+    WORD_LIST: "one to six names in small letters with commas between them, as `division,user`",
 }
 
 
 def describe_refusal(refusal: str) -> str:
     """A refusal of msgspec: where it is about comes first, and instead of a pattern stands what it allows."""
-    for pattern, words in _ALLOWED.items():
-        refusal = refusal.replace(f"`str` matching regex {pattern!r}", words)
+    for pattern, description in _PATTERN_DESCRIPTIONS.items():
+        refusal = refusal.replace(f"`str` matching regex {pattern!r}", description)
     refusal = re.sub(r"`str` of length >= (\d+)", r"a text of at least \1 signs", refusal)
     refusal = re.sub(r"`str` of length <= (\d+)", r"a text of at most \1 signs", refusal)
-    what, _, where = refusal.partition(" - at `$.")
-    what = f"{what[:1].lower()}{what[1:]}"
-    return f"`{where}: {what}" if where else what
+    problem, _, location = refusal.partition(" - at `$.")
+    problem = f"{problem[:1].lower()}{problem[1:]}"
+    return f"`{location}: {problem}" if location else problem

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import floor
 from typing import Any
 
-NONE = "–"
+UNKNOWN_TEXT = "–"
 """Instead of a number that is not known."""
 
 Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
@@ -22,7 +22,7 @@ _SCALES: dict[str, tuple[Scale, ...]] = {
 }
 
 
-def per_cent(fraction: float) -> str:
+def format_percent(fraction: float) -> str:
     """A fraction in per cent, without the sign; never 0 or 100 unless it is exactly that."""
     if fraction in (0, 1):
         return f"{fraction * 100:.0f}"
@@ -31,96 +31,96 @@ def per_cent(fraction: float) -> str:
     return ">99.9" if 0.999 < fraction < 1 else f"{fraction * 100:.1f}"
 
 
-def _three(value: float) -> str:
+def _format_three_digits(value: float) -> str:
     """Three significant digits, thousands in groups: 1.23, 12.3, 123, 1 234 (thin space)."""
     size = abs(value)
     digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
     return f"{value:,.{digits}f}".replace(",", "\u202f")
 
 
-def _scaled(value: float | None, unit: str) -> str:
+def _format_scaled(value: float | None, unit: str) -> str:
     """With the largest unit in which it is at least 1; `–` for None."""
     if value is None:
-        return NONE
+        return UNKNOWN_TEXT
     factor, name = next((scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1])
     if factor == 1 and unit in ("time", "bytes"):  # means are rounded as the page rounds them
         return f"{value if isinstance(value, int) else floor(value + 0.5)} {name}"
-    return f"{_three(value / factor)} {name}"
+    return f"{_format_three_digits(value / factor)} {name}"
 
 
-def duration(ns: int | None) -> str:
+def format_duration(ns: int | None) -> str:
     """1234567 -> `1.23 ms`; None -> `–`."""
-    return _scaled(ns, "time")
+    return _format_scaled(ns, "time")
 
 
-def size(count: int | None) -> str:
+def format_size(count: int | None) -> str:
     """1500000 -> `1.50 MB` (10^6); None -> `–`."""
-    return _scaled(count, "bytes")
+    return _format_scaled(count, "bytes")
 
 
-def flops(value: float | None) -> str:
+def format_flops(value: float | None) -> str:
     """1.5e12 -> `1.50 TFLOP`; None -> `–`."""
-    return _scaled(value, "flops")
+    return _format_scaled(value, "flops")
 
 
-def flop_rate(value: float | None) -> str:
+def format_flop_rate(value: float | None) -> str:
     """1.5e12 -> `1.50 TFLOP/s`; None -> `–`."""
-    return _scaled(value, "flop_rate")
+    return _format_scaled(value, "flop_rate")
 
 
-def byte_rate(value: float | None) -> str:
+def format_byte_rate(value: float | None) -> str:
     """1.5e9 -> `1.50 GB/s` (10^9); None -> `–`."""
-    return _scaled(value, "byte_rate")
+    return _format_scaled(value, "byte_rate")
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A number without unit: whole ones as they are, others with three significant digits; None -> `–`."""
     if value is None:
-        return NONE
+        return UNKNOWN_TEXT
     if float(value).is_integer():
         return f"{int(value):,}".replace(",", "\u202f")
-    return f"{value:.2g}" if abs(value) < 0.01 else _three(value)
+    return f"{value:.2g}" if abs(value) < 0.01 else _format_three_digits(value)
 
 
-def share(part: float, whole: float) -> str:
+def format_share(part: float, total: float) -> str:
     """A share in per cent that is never 0 % or 100 % unless it is exactly that; `–` of nothing."""
-    return f"{per_cent(part / whole)} %" if whole else NONE
+    return f"{format_percent(part / total)} %" if total else UNKNOWN_TEXT
 
 
-def change(fraction: float) -> str:
+def format_change(fraction: float) -> str:
     """A relative change with its sign: 0.261 -> `+26.1 %`; never 0 or -100 % unless it is exactly that."""
     size = abs(fraction)
-    shown = count(round(100 * size)) if size >= 10 else per_cent(size).lstrip(">")
-    return f"{'+' if fraction > 0 else '-' if fraction else ''}{shown} %"
+    percent = format_count(round(100 * size)) if size >= 10 else format_percent(size).lstrip(">")
+    return f"{'+' if fraction > 0 else '-' if fraction else ''}{percent} %"
 
 
-def count(value: int | None) -> str:
+def format_count(value: int | None) -> str:
     """1234567 -> `1 234 567` with thin spaces; None -> `–`."""
-    return NONE if value is None else f"{value:,}".replace(",", "\u202f")
+    return UNKNOWN_TEXT if value is None else f"{value:,}".replace(",", "\u202f")
 
 
-def count_of(value: int, what: str) -> str:
+def format_quantity(value: int, noun: str) -> str:
     """(1, `call`) -> `1 call`; (1234, `copy`) -> `1 234 copies`."""
-    ending = "ies" if re.search("[^aeiou]y$", what) else "es" if re.search("(s|x|ch|sh)$", what) else "s"
-    words = what if value == 1 else (what[:-1] if ending == "ies" else what) + ending
-    return f"{count(value)} {words}"
+    ending = "ies" if re.search("[^aeiou]y$", noun) else "es" if re.search("(s|x|ch|sh)$", noun) else "s"
+    noun_form = noun if value == 1 else (noun[:-1] if ending == "ies" else noun) + ending
+    return f"{format_count(value)} {noun_form}"
 
 
-_WRITE: dict[str, Callable[[Any], str]] = {
-    "time": duration,
-    "bytes": size,
-    "count": count,
-    "share": lambda value: share(value, 1.0),
-    "change": change,
-    "number": number,
-    "flops": flops,
-    "flop_rate": flop_rate,
-    "byte_rate": byte_rate,
+_FORMATTERS: dict[str, Callable[[Any], str]] = {
+    "time": format_duration,
+    "bytes": format_size,
+    "count": format_count,
+    "share": lambda value: format_share(value, 1.0),
+    "change": format_change,
+    "number": format_number,
+    "flops": format_flops,
+    "flop_rate": format_flop_rate,
+    "byte_rate": format_byte_rate,
 }
-NUMBERS = tuple(_WRITE)
+NUMERIC_UNITS = tuple(_FORMATTERS)
 """The units of columns that hold numbers."""
 
 
 def format_value(value: Any, unit: str) -> str:
     """A number with the unit of its column; `–` for None."""
-    return _WRITE[unit](value) if value is not None else NONE
+    return _FORMATTERS[unit](value) if value is not None else UNKNOWN_TEXT

@@ -20,8 +20,8 @@ _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
 _DAY_MS = 24 * _HOUR_MS
 _DEVICES = 4  # of a host; a job takes all of them
-_LOST = (1, 5 * _HOUR_MS + 17 * _MINUTE_MS + 13_250, 6 * _HOUR_MS + 2 * _MINUTE_MS + 40_125)  # host, from, until
-_SHARED = (0, 3)  # host and device on which a second process runs in the first hour of each job
+_LOST_HOST = (1, 5 * _HOUR_MS + 17 * _MINUTE_MS + 13_250, 6 * _HOUR_MS + 2 * _MINUTE_MS + 40_125)  # host, from, until
+_SHARED_DEVICE = (0, 3)  # host and device on which a second process runs in the first hour of each job
 _WATTS = {"busy": 400, "idle-allocated": 120, "unallocated": 60}
 _FLOPS_PER_MS = 300_000_000_000
 
@@ -159,7 +159,7 @@ class Weeks:
     @property
     def hosts(self) -> list[str]:
         """Names of all hosts, by position."""
-        return [f"host{at:02}" for at in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)]
+        return [f"host{index:02}" for index in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)]
 
     @property
     def _later_hosts(self) -> int:
@@ -167,7 +167,7 @@ class Weeks:
 
 
 @dataclass(frozen=True, slots=True)
-class _MadeJob:
+class _GeneratedJob:
     name: str
     team: Team
     host: int
@@ -176,7 +176,7 @@ class _MadeJob:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _DevicePiece:
     """Time of a device in which nothing changes."""
 
     host: int
@@ -187,38 +187,38 @@ class _Piece:
     busy: float
 
 
-def made_weeks(recipe: WeeksRecipe | None = None) -> Weeks:
+def build_weeks(recipe: WeeksRecipe | None = None) -> Weeks:
     """Make weeks; the same recipe makes the same weeks."""
     weeks = Weeks(recipe or WeeksRecipe())
     chance = np.random.default_rng(weeks.recipe.seed)
-    jobs = _jobs(weeks.recipe, chance)
-    _tables(weeks, jobs, chance)
-    _usage(weeks, jobs)
+    jobs = _create_jobs(weeks.recipe, chance)
+    _fill_tables(weeks, jobs, chance)
+    _fill_usage(weeks, jobs)
     return weeks
 
 
-def _jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_MadeJob]:
+def _create_jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_GeneratedJob]:
     """Jobs of 2 to 9 hours, one after the other on each host, with pauses; the last may go on beyond the weeks."""
     jobs, first = [], 0
     spare = sum(team.hosts for team in recipe.teams)
     for team in recipe.teams:
         moves = [change for change in recipe.changes if change.model == team.model and change.cause == "host"]
-        hosts = [(first + at, 0, recipe.days) for at in range(team.hosts)]
+        hosts = [(first + offset, 0, recipe.days) for offset in range(team.hosts)]
         for change in moves:
-            hosts = [(host, begin, min(end, change.day)) for host, begin, end in hosts]
+            hosts = [(host, start_day, min(end, change.day)) for host, start_day, end in hosts]
             hosts.append((spare, change.day, recipe.days))
             spare += 1
-        for host, begin, end in hosts:
-            now = begin * _DAY_MS + int(chance.integers(_HOUR_MS))
+        for host, start_day, end in hosts:
+            now = start_day * _DAY_MS + int(chance.integers(_HOUR_MS))
             while now < end * _DAY_MS:
                 long = int(chance.integers(2 * _HOUR_MS, 9 * _HOUR_MS))
-                jobs.append(_MadeJob(f"{team.model}-{host}-{now // _MINUTE_MS}", team, host, now, now + long))
+                jobs.append(_GeneratedJob(f"{team.model}-{host}-{now // _MINUTE_MS}", team, host, now, now + long))
                 now += long + int(chance.integers(2 * _HOUR_MS))
         first += team.hosts
     return jobs
 
 
-def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> None:
+def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Generator) -> None:
     recipe = weeks.recipe
     midnight = int(datetime(*recipe.start.timetuple()[:3], tzinfo=timezone.utc).timestamp()) * 1000
     captures, devices, kernels, owners, findings = [], [], [], [], []
@@ -226,7 +226,7 @@ def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> 
         team = job.team
         changes = [c for c in recipe.changes if c.model == team.model and job.start_ms >= c.day * _DAY_MS]
         code = f"commit{sum(change.cause == 'code' for change in changes)}"
-        of_job = np.exp(chance.normal(0, recipe.scatter, team.kernels))
+        job_factors = np.exp(chance.normal(0, recipe.scatter, team.kernels))
         start = (midnight + job.start_ms) * 1_000_000
         owners.append(
             {
@@ -246,45 +246,51 @@ def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> 
         )
         for number in range(recipe.captures):
             at_ms = job.start_ms + (number + 1) * (job.end_ms - job.start_ms) // (recipe.captures + 1)
-            of_capture = {
+            capture_columns = {
                 "day": recipe.start + timedelta(milliseconds=at_ms),
                 "capture": f"{job.name}.{number}",
             }
             slow = recipe.slow_factor if job.host == recipe.slow_host else 1.0
             busy = 0
-            for at in range(team.kernels):
-                name, kind, bound, op, shapes, mean, count = _KERNELS[at % len(_KERNELS)]
-                of_kernel = [change for change in changes if change.kernel == at]
-                factor = float(np.prod([c.factor for c in of_kernel if c.cause != "shapes"])) * slow
-                large = np.prod([change.factor for change in of_kernel if change.cause == "shapes"])
+            for kernel_index in range(team.kernels):
+                name, kind, bound, op, shapes, mean, count = _KERNELS[kernel_index % len(_KERNELS)]
+                kernel_changes = [change for change in changes if change.kernel == kernel_index]
+                factor = float(np.prod([c.factor for c in kernel_changes if c.cause != "shapes"])) * slow
+                large = np.prod([change.factor for change in kernel_changes if change.cause == "shapes"])
                 for size, share, longer in ((512, 1.0, 1.0), (2048, 0.25 * large, 3.0)):
-                    each = mean * factor * longer * of_job[at] * np.exp(chance.normal(0, recipe.scatter / 2))
-                    pieces = max(round(count * share), 1)
-                    total = round(each * pieces)
+                    call_ns = (
+                        mean
+                        * factor
+                        * longer
+                        * job_factors[kernel_index]
+                        * np.exp(chance.normal(0, recipe.scatter / 2))
+                    )
+                    call_count = max(round(count * share), 1)
+                    total = round(call_ns * call_count)
                     busy += total
                     kernels.append(
                         {
-                            **of_capture,
+                            **capture_columns,
                             "rank": 0,
                             "device_model": "NVIDIA H100 80GB HBM3",
-                            "kernel": f"{team.model}_{name.format(at)}",
+                            "kernel": f"{team.model}_{name.format(kernel_index)}",
                             "kind": kind,
                             "bound": bound,
                             "op": op,
                             "shapes": shapes.format(size),
                             "types": '["bfloat16"]',
-                            "count": pieces,
+                            "count": call_count,
                             "total_ns": total,
-                            "min_ns": round(0.9 * each),
-                            "max_ns": round(1.2 * each),
-                            "roofline_ns": round(0.4 * mean * longer * pieces) if bound != "latency" else None,
+                            "min_ns": round(0.9 * call_ns),
+                            "max_ns": round(1.2 * call_ns),
+                            "roofline_ns": round(0.4 * mean * longer * call_count) if bound != "latency" else None,
                             "clock_hz": 1.5e9,
                         }
                     )
             window = round(busy / 0.8)
             captures.append(
                 {
-                    **of_capture,
+                    **capture_columns,
                     "job": job.name,
                     "start_ns": (midnight + at_ms) * 1_000_000,
                     "window_ns": window,
@@ -302,7 +308,7 @@ def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> 
             )
             devices.append(
                 {
-                    **of_capture,
+                    **capture_columns,
                     "rank": 0,
                     "host": weeks.hosts[job.host],
                     "device": 0,
@@ -321,7 +327,7 @@ def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> 
             rule, saving = ("python-bound", 0.5) if team.busy < 0.5 else ("exposed-communication", 0.1)
             findings.append(
                 {
-                    **of_capture,
+                    **capture_columns,
                     "slug": rule,
                     "saving_ns": round(window // 4 * saving),
                     "saving_fraction": saving,
@@ -333,67 +339,75 @@ def _tables(weeks: Weeks, jobs: list[_MadeJob], chance: np.random.Generator) -> 
     weeks.tables = {name: pl.DataFrame(rows, infer_schema_length=None) for name, rows in lists.items()}
 
 
-def _usage(weeks: Weeks, jobs: list[_MadeJob]) -> None:
+def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
     """Pieces of time in which nothing changes on a device, then the minutes of each."""
     until = weeks.recipe.usage_days * _DAY_MS
-    lost_host, lost_from, lost_until = _LOST
-    pieces: list[_Piece] = []
+    lost_host, lost_from, lost_until = _LOST_HOST
+    device_pieces: list[_DevicePiece] = []
     for host in range(len(weeks.hosts)):
-        of_host = sorted((job for job in jobs if job.host == host), key=lambda job: job.start_ms)
+        host_jobs = sorted((job for job in jobs if job.host == host), key=lambda job: job.start_ms)
         for device in range(_DEVICES):
-            second = {job.name: job.start_ms + _HOUR_MS for job in of_host} if (host, device) == _SHARED else {}
-            marks = {0, until, *(t for job in of_host for t in (job.start_ms, job.end_ms)), *second.values()}
+            second = (
+                {job.name: job.start_ms + _HOUR_MS for job in host_jobs} if (host, device) == _SHARED_DEVICE else {}
+            )
+            marks = {0, until, *(t for job in host_jobs for t in (job.start_ms, job.end_ms)), *second.values()}
             marks |= {lost_from, lost_until} if host == lost_host else set()
             bounds = sorted(mark for mark in marks if mark <= until)
             for start, end in pairwise(bounds):
                 if host == lost_host and lost_from <= start < lost_until:
                     weeks.lost_ms += end - start
                     continue
-                job = next((job for job in of_host if job.start_ms <= start < job.end_ms), None)
+                job = next((job for job in host_jobs if job.start_ms <= start < job.end_ms), None)
                 if job is None:
                     weeks.free_ms += end - start
-                    pieces.append(_Piece(host, device, start, end, {}, 0.0))
+                    device_pieces.append(_DevicePiece(host, device, start, end, {}, 0.0))
                     continue
                 shares = {job.name: 1.0}
                 if start < second.get(job.name, 0):
                     shares = {job.name: 2 / 3, f"{job.name}-notebook": 1 / 3}
-                pieces.append(_Piece(host, device, start, end, shares, job.team.busy))
+                device_pieces.append(_DevicePiece(host, device, start, end, shares, job.team.busy))
                 for name, share in shares.items():
                     busy = (end - start) * job.team.busy
-                    held = busy * share + (end - start - busy) / len(shares)
-                    weeks.held_ms[name] = weeks.held_ms.get(name, 0) + held
+                    held_ms = busy * share + (end - start - busy) / len(shares)
+                    weeks.held_ms[name] = weeks.held_ms.get(name, 0) + held_ms
                     weeks.busy_ms[name] = weeks.busy_ms.get(name, 0) + busy * share
-    weeks.observed = pl.concat([_minutes(weeks, piece) for piece in pieces]) if pieces else pl.DataFrame()
+    weeks.observed = (
+        pl.concat([_build_usage_minutes(weeks, device_piece) for device_piece in device_pieces])
+        if device_pieces
+        else pl.DataFrame()
+    )
 
 
-def _minutes(weeks: Weeks, piece: _Piece) -> pl.DataFrame:
+def _build_usage_minutes(weeks: Weeks, device_piece: _DevicePiece) -> pl.DataFrame:
     """What an agent sees of a piece of a device's time, by minutes."""
-    minute = np.arange(piece.start_ms // _MINUTE_MS, -(-piece.end_ms // _MINUTE_MS)) * _MINUTE_MS
-    ms = np.minimum(minute + _MINUTE_MS, piece.end_ms) - np.maximum(minute, piece.start_ms)
+    minute = np.arange(device_piece.start_ms // _MINUTE_MS, -(-device_piece.end_ms // _MINUTE_MS)) * _MINUTE_MS
+    ms = np.minimum(minute + _MINUTE_MS, device_piece.end_ms) - np.maximum(minute, device_piece.start_ms)
     midnight = int(datetime(*weeks.recipe.start.timetuple()[:3], tzinfo=timezone.utc).timestamp()) * 1000
     parts: list[tuple[str | None, str, float]] = [(None, "unallocated", 1.0)]
-    if piece.shares:
-        parts = [(job, "busy", piece.busy * share) for job, share in piece.shares.items()]
-        parts += [(job, "idle-allocated", (1 - piece.busy) / len(piece.shares)) for job in piece.shares]
+    if device_piece.shares:
+        parts = [(job, "busy", device_piece.busy * share) for job, share in device_piece.shares.items()]
+        parts += [
+            (job, "idle-allocated", (1 - device_piece.busy) / len(device_piece.shares)) for job in device_piece.shares
+        ]
     frames = []
     for job, state, share in parts:
-        own = ms * share
+        share_ms = ms * share
         computes = state == "busy"
         frames.append(
             pl.DataFrame(
                 {
                     "time_ns": (midnight + minute) * 1_000_000,
-                    "host": [weeks.hosts[piece.host]] * ms.size,
-                    "device": [f"GPU-{piece.host}-{piece.device}"] * ms.size,
+                    "host": [weeks.hosts[device_piece.host]] * ms.size,
+                    "device": [f"GPU-{device_piece.host}-{device_piece.device}"] * ms.size,
                     "device_model": ["NVIDIA H100 80GB HBM3"] * ms.size,
                     "job": pl.Series([job] * ms.size, dtype=pl.String),
                     "state": [state] * ms.size,
-                    "device_ms": own,
-                    "busy_ms": own if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
-                    "energy_mj": own * _WATTS[state],
-                    "flops_low": own * (_FLOPS_PER_MS if computes else 0),
-                    "flops_high": own * (2 * _FLOPS_PER_MS if computes else 0),
-                    "input_bytes": own * 1_000 if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
+                    "device_ms": share_ms,
+                    "busy_ms": share_ms if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
+                    "energy_mj": share_ms * _WATTS[state],
+                    "flops_low": share_ms * (_FLOPS_PER_MS if computes else 0),
+                    "flops_high": share_ms * (2 * _FLOPS_PER_MS if computes else 0),
+                    "input_bytes": share_ms * 1_000 if computes else pl.Series([None] * ms.size, dtype=pl.Float64),
                 }
             )
         )

@@ -119,18 +119,18 @@ class HostTraceBuilder:
 
     def nodes(self) -> list[str]:
         """The nodes as JSON text, in the order of the file: a node is written when it ends."""
-        inside: dict[int, list[_Node]] = {}
+        children: dict[int, list[_Node]] = {}
         for node in [*self._threads.values(), *self._nodes]:
-            inside.setdefault(node.parent, []).append(node)
+            children.setdefault(node.parent, []).append(node)
         order: list[_Node] = []
         waiting: list[tuple[_Node, bool]] = [(self._root, False)]
         while waiting:
             node, done = waiting.pop()
-            if done or node.id not in inside:
+            if done or node.id not in children:
                 order.append(node)
                 continue
             waiting.append((node, True))
-            waiting += [(child, False) for child in reversed(inside[node.id])]
+            waiting += [(child, False) for child in reversed(children[node.id])]
         # The observer writes a thread's node when the thread's first op begins.
         order.sort(key=lambda node: node.id not in {thread.id for thread in self._threads.values()})
         return [json.dumps(self._nested(node) if self.nested else self._flat(node)) for node in order]
@@ -164,8 +164,8 @@ class HostTraceBuilder:
         """What Traceloom reads from the file."""
         from traceloom.formats.host_trace import read_host_trace
 
-        with tempfile.TemporaryDirectory() as folder:
-            return read_host_trace(self.write(Path(folder) / "host.json"))
+        with tempfile.TemporaryDirectory() as directory:
+            return read_host_trace(self.write(Path(directory) / "host.json"))
 
     # -- nodes --------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class HostTraceBuilder:
                 "types": [entry[2] for entry in entries],
             }
             if self.schema.startswith("1.1.1"):
-                out[side]["strides"] = [_strides(entry[1]) for entry in entries]
+                out[side]["strides"] = [_compute_strides(entry[1]) for entry in entries]
         attributes = (
             ("rf_id", "uint64", node.record_id),
             ("fw_parent", "uint64", node.forward_parent),
@@ -235,7 +235,7 @@ class NestedOp:
     thread: int = 1
 
 
-def pair(
+def build_trace_pair(
     iterations: Sequence[Sequence[NestedOp]],
     *,
     recorded: range = range(1),
@@ -258,7 +258,7 @@ def pair(
     host = HostTraceBuilder(schema, process=process)
     clock = _Clock()
     for number, calls in enumerate(iterations):
-        device.step(number, clock.now, _length(calls) + 1, thread=process)
+        device.step(number, clock.now, _compute_length(calls) + 1, thread=process)
         for call in calls:
             _write(call, None, device, host if number in recorded else None, clock, keys, call.thread, process)
         clock.now += 5
@@ -271,8 +271,8 @@ class _Clock:
     record: int = 100
 
 
-def _length(calls: Sequence[NestedOp]) -> int:
-    return sum(2 + _length(call.inside) for call in calls)
+def _compute_length(calls: Sequence[NestedOp]) -> int:
+    return sum(2 + _compute_length(call.inside) for call in calls)
 
 
 def _write(  # noqa: PLR0917
@@ -290,20 +290,20 @@ def _write(  # noqa: PLR0917
     if keys == "record function id":
         args["Record function id"] = clock.record if host is not None else 0
     tid = process if thread == 1 else 7000 + thread
-    device.op(call.name, clock.now, 1 + _length(call.inside), thread=tid, **args)
-    own = None
+    device.op(call.name, clock.now, 1 + _compute_length(call.inside), thread=tid, **args)
+    op_id = None
     if host is not None:
-        own = host.op(call.name, thread=thread, parent=parent, record_id=clock.record)
+        op_id = host.op(call.name, thread=thread, parent=parent, record_id=clock.record)
     clock.now += 1
     for inner in call.inside:
-        _write(inner, own, device, host, clock, keys, thread, process)
+        _write(inner, op_id, device, host, clock, keys, thread, process)
     clock.now += 1
 
 
-def _strides(shape: list[Any]) -> list[Any]:
+def _compute_strides(shape: list[Any]) -> list[Any]:
     """Of a tensor that lies in memory without gaps; of each in a list of shapes."""
     if any(isinstance(length, list) for length in shape):
-        return [_strides(part) for part in shape]
+        return [_compute_strides(part) for part in shape]
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)

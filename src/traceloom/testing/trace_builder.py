@@ -136,7 +136,7 @@ _GENERATIONS = {
 }
 
 
-def spelling(generation: str) -> Spelling:
+def get_spelling(generation: str) -> Spelling:
     """The words of a generation; UsageError for one that does not exist."""
     if generation not in _GENERATIONS:
         raise UsageError(
@@ -146,7 +146,7 @@ def spelling(generation: str) -> Spelling:
     return _GENERATIONS[generation]
 
 
-def _ns(us: float) -> int:
+def _convert_to_ns(us: float) -> int:
     return round(us * 1000)
 
 
@@ -178,7 +178,7 @@ class TraceBuilder:
         process: int = 1,
         base_ns: int = 0,
     ) -> None:
-        self._spell: Spelling = spelling(generation)
+        self._spell: Spelling = get_spelling(generation)
         self._process = process
         self._base_ns = base_ns
         self._events: list[dict[str, Any]] = []
@@ -210,12 +210,12 @@ class TraceBuilder:
         **args: Any,
     ) -> TraceBuilder:
         """A framework operator, with the shapes of its inputs and its autograd sequence number where given."""
-        more: dict[str, Any] = {"External id": external_id if external_id is not None else self._next_id()}
+        extra_args: dict[str, Any] = {"External id": external_id if external_id is not None else self._next_id()}
         if sequence is not None:
-            more |= {"Sequence number": sequence, "Fwd thread id": forward_thread or 0}
+            extra_args |= {"Sequence number": sequence, "Fwd thread id": forward_thread or 0}
         if shapes is not None:
-            more |= {self._spell.input_dims: shapes, "Input type": types or ["float"] * len(shapes)}
-        return self._span(self._spell.op, name, start_us, duration_us, thread, more | args)
+            extra_args |= {self._spell.input_dims: shapes, "Input type": types or ["float"] * len(shapes)}
+        return self._span(self._spell.op, name, start_us, duration_us, thread, extra_args | args)
 
     def annotation(
         self,
@@ -228,8 +228,8 @@ class TraceBuilder:
         **args: Any,
     ) -> TraceBuilder:
         """A user annotation (`record_function`, `Optimizer.step#SGD.step`, `nccl:all_reduce`)."""
-        more = {"External id": self._next_id() if external_id is None else external_id}
-        return self._span(self._spell.annotation, name, start_us, duration_us, thread, more | args)
+        extra_args = {"External id": self._next_id() if external_id is None else external_id}
+        return self._span(self._spell.annotation, name, start_us, duration_us, thread, extra_args | args)
 
     def step(self, number: int, start_us: float, duration_us: float, *, thread: int = 1) -> TraceBuilder:
         """A step of the PyTorch profiler: `ProfilerStep#number`."""
@@ -251,8 +251,8 @@ class TraceBuilder:
         python_id: int | None = None,
     ) -> TraceBuilder:
         """A Python frame (`train.py(3): main`) or module call (`nn.Module: Linear_0`)."""
-        own = self._next_id() if python_id is None else python_id
-        args: dict[str, Any] = {"Python parent id": parent_id, "Python id": own}
+        own_id = self._next_id() if python_id is None else python_id
+        args: dict[str, Any] = {"Python parent id": parent_id, "Python id": own_id}
         if module_id is not None:
             args["Python module id"] = module_id
         return self._span(self._spell.python, name, start_us, duration_us, thread, args)
@@ -271,8 +271,8 @@ class TraceBuilder:
     ) -> TraceBuilder:
         """A runtime (or driver) call; `correlation` joins it to the GPU work it submits; `flow` starts its arrow."""
         category = self._spell.driver if driver else self._spell.runtime
-        more = self._spell.launch_args(name, correlation)
-        self._span(category, self._spell.call(name), start_us, duration_us, thread, more | args)
+        extra_args = self._spell.launch_args(name, correlation)
+        self._span(category, self._spell.call(name), start_us, duration_us, thread, extra_args | args)
         return self._flow("s", correlation, start_us, self._process, thread) if flow else self
 
     def collective(
@@ -326,8 +326,8 @@ class TraceBuilder:
         **args: Any,
     ) -> TraceBuilder:
         """A kernel; without a correlation it is an orphan, launched before the recording began."""
-        more = self._spell.kernel_args(device, stream, correlation)
-        return self._work(self._spell.kernel, name, start_us, duration_us, more | args)
+        extra_args = self._spell.kernel_args(device, stream, correlation)
+        return self._work(self._spell.kernel, name, start_us, duration_us, extra_args | args)
 
     def copy(
         self,
@@ -341,8 +341,8 @@ class TraceBuilder:
         device: int = 0,
     ) -> TraceBuilder:
         """A copy; the name as CUDA has it: `Memcpy HtoD (Pageable -> Device)`."""
-        spelled, more = self._spell.copy(name, bytes, device, stream, correlation)
-        return self._work(self._spell.memcpy, spelled, start_us, duration_us, more)
+        spelled, extra_args = self._spell.copy(name, bytes, device, stream, correlation)
+        return self._work(self._spell.memcpy, spelled, start_us, duration_us, extra_args)
 
     def fill(
         self,
@@ -355,8 +355,8 @@ class TraceBuilder:
         device: int = 0,
     ) -> TraceBuilder:
         """A memset."""
-        more = self._spell.kernel_args(device, stream, correlation) | {"bytes": bytes}
-        return self._work(self._spell.memset, self._spell.fill_name, start_us, duration_us, more)
+        extra_args = self._spell.kernel_args(device, stream, correlation) | {"bytes": bytes}
+        return self._work(self._spell.memset, self._spell.fill_name, start_us, duration_us, extra_args)
 
     def gpu_annotation(
         self, name: str, start_us: float, duration_us: float, *, stream: int = 7, device: int = 0
@@ -376,8 +376,8 @@ class TraceBuilder:
         **args: Any,
     ) -> TraceBuilder:
         """A synchronisation as the device saw it: `Stream Sync`, `Event Sync`, `Stream Wait Event`, `Context Sync`."""
-        more = {"cuda_sync_kind": kind, "stream": stream, "correlation": correlation or 0, "device": device}
-        return self._add("X", "cuda_sync", kind, start_us, duration_us, device, stream, more | args)
+        extra_args = {"cuda_sync_kind": kind, "stream": stream, "correlation": correlation or 0, "device": device}
+        return self._add("X", "cuda_sync", kind, start_us, duration_us, device, stream, extra_args | args)
 
     # -- what is no span --------------------------------------------------------------------------------------
 
@@ -487,8 +487,8 @@ class TraceBuilder:
         """The trace, read as any other file is read."""
         from traceloom.formats import read_kineto
 
-        with tempfile.TemporaryDirectory() as folder:
-            return read_kineto(self.write(Path(folder) / "built.json"))
+        with tempfile.TemporaryDirectory() as directory:
+            return read_kineto(self.write(Path(directory) / "built.json"))
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -527,8 +527,8 @@ class TraceBuilder:
         args: dict[str, Any] | None,
     ) -> TraceBuilder:
         event: dict[str, Any] = {"ph": phase, "cat": category, "name": name, "pid": pid, "tid": tid}
-        event["ts"] = _ns(time_us)
-        event["dur"] = None if duration_us is None else _ns(time_us + duration_us) - _ns(time_us)
+        event["ts"] = _convert_to_ns(time_us)
+        event["dur"] = None if duration_us is None else _convert_to_ns(time_us + duration_us) - _convert_to_ns(time_us)
         event["args"] = args
         self._events.append(event)
         return self

@@ -28,18 +28,18 @@ from numpy.typing import NDArray
 
 from traceloom.trace import mapped_arrays
 from traceloom.trace.array_types import Array, Bools, Ints
-from traceloom.trace.mapped_arrays import OnDisk, empty, pieces, rows_of
+from traceloom.trace.mapped_arrays import MappedArray, allocate_array, iterate_slices, select_rows
 from traceloom.trace.trace import Trace
 
-_INLINE = 12  # bytes of a text that fit its view
-_MOST_HEAP = 2**31 - 1
-_ARROW: dict[Any, str] = {
+_MAX_INLINE_BYTES = 12  # bytes of a text that fit its view
+_MAX_HEAP_BYTES = 2**31 - 1
+_ARROW_NAMES: dict[Any, str] = {
     pl.Int64: "int64", pl.UInt64: "uint64", pl.Int32: "int32", pl.UInt32: "uint32", pl.UInt16: "uint16",
     pl.Float64: "float64",
 }  # fmt: skip
 
 
-class _Given:
+class _ArrowArray:
     """An Arrow array that is handed over itself, not as a copy of its head."""
 
     def __init__(self, array: Any) -> None:
@@ -51,7 +51,7 @@ class _Given:
         return self._array.schema.__arrow_c_schema__(), make(self._array._addr(), b"arrow_array", None)  # noqa: SLF001
 
 
-def numbers(values: OnDisk, dtype: Any, absent: int | None = None) -> pl.Series:
+def build_number_column(values: MappedArray, dtype: Any, absent: int | None = None) -> pl.Series:
     """A column of numbers; null where the value is `absent`.
 
     Args:
@@ -60,17 +60,17 @@ def numbers(values: OnDisk, dtype: Any, absent: int | None = None) -> pl.Series:
         absent: Not looked for where None.
     """
     present = None if absent is None else values != absent
-    target = np.dtype(_ARROW[dtype])
+    target = np.dtype(_ARROW_NAMES[dtype])
     data = values.astype(target) if values.dtype != target else values
     if present is None or present.all():
         return pl.Series(data.view(np.ndarray)).cast(dtype)
-    bits = np.packbits(present.view(np.ndarray), bitorder="little")
-    return series(_ARROW[dtype], len(data), [bits, data.view(np.ndarray)])
+    validity = np.packbits(present.view(np.ndarray), bitorder="little")
+    return wrap_arrow_buffers(_ARROW_NAMES[dtype], len(data), [validity, data.view(np.ndarray)])
 
 
-def arrow_name(dtype: pl.DataType) -> str | None:
+def get_arrow_name(dtype: pl.DataType) -> str | None:
     """What Arrow calls a type of numbers; None for other types."""
-    return _ARROW.get(type(dtype))
+    return _ARROW_NAMES.get(type(dtype))
 
 
 class TextTable:
@@ -83,31 +83,33 @@ class TextTable:
     def __init__(self, texts: list[str]) -> None:
         encoded = [text.encode() for text in texts]
         lengths = np.array([len(text) for text in encoded], dtype=np.int64)
-        self.fits = int(lengths.sum()) <= _MOST_HEAP
+        self.fits = int(lengths.sum()) <= _MAX_HEAP_BYTES
         self._heap = np.frombuffer(b"".join(encoded) or b"\0", dtype=np.uint8)
-        places = np.cumsum(lengths) - lengths
+        offsets = np.cumsum(lengths) - lengths
         views = []
-        for text, offset in zip(encoded, places.tolist(), strict=True) if self.fits else ():
+        for text, offset in zip(encoded, offsets.tolist(), strict=True) if self.fits else ():
             length = len(text).to_bytes(4, "little")
-            inline = text.ljust(_INLINE, b"\0") if len(text) <= _INLINE else None
+            inline = text.ljust(_MAX_INLINE_BYTES, b"\0") if len(text) <= _MAX_INLINE_BYTES else None
             views.append(length + (inline or text[:4] + bytes(4) + offset.to_bytes(4, "little")))
         # one more, for codes below 0
         self._views = np.frombuffer(b"".join([*views, bytes(16)]), dtype=np.complex128)  # any type of 16 bytes
 
-    def column(self, codes: Array, keep: Callable[[Array], Array] = lambda values: values) -> pl.Series:
+    def column(self, codes: Array, store_array: Callable[[Array], Array] = lambda values: values) -> pl.Series:
         """The texts of these codes; null for codes below 0. Shape (rows,).
 
         Args:
             codes: Indices into the texts.
-            keep: Moves the views and the texts themselves to where they are to be kept.
+            store_array: Moves the views and the texts themselves to where they are to be kept.
         """
         present = codes >= 0
-        gathered = rows_of(self._views, codes).view(np.ndarray)
-        bits = None if present.all() else np.packbits(present.view(np.ndarray), bitorder="little")
-        return series("string_view", len(codes), [bits, keep(gathered).view(np.uint8), keep(self._heap)])
+        gathered = select_rows(self._views, codes).view(np.ndarray)
+        validity = None if present.all() else np.packbits(present.view(np.ndarray), bitorder="little")
+        return wrap_arrow_buffers(
+            "string_view", len(codes), [validity, store_array(gathered).view(np.uint8), store_array(self._heap)]
+        )
 
 
-def series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
+def wrap_arrow_buffers(kind: str, length: int, buffers: list[Any]) -> pl.Series:
     """A column over buffers as Arrow lays them out, which are not copied; the bitmap first, None without nulls."""
     import nanoarrow
 
@@ -116,10 +118,10 @@ def series(kind: str, length: int, buffers: list[Any]) -> pl.Series:
     array = nanoarrow.c_array_from_buffers(
         getattr(nanoarrow, kind)(), length, buffers, null_count=-1, validation_level="none"
     )
-    return pl.Series(_Given(array))
+    return pl.Series(_ArrowArray(array))
 
 
-def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:
+def build_mapped_column(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Series]]) -> pl.Series:
     """A column on disk, from its parts.
 
     Args:
@@ -129,32 +131,32 @@ def gathered(dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Ser
     """
     if not count:
         return pl.Series([], dtype=dtype)
-    at = 0
+    offset = 0
     if dtype == pl.String:
         distinct = pl.Series([], dtype=pl.String)
         for part in parts():
             distinct = pl.concat([distinct, part.drop_nulls().unique()]).unique(maintain_order=True)
-        table, codes = TextTable(distinct.to_list()), empty(count, np.int32)
-        if not table.fits or not isinstance(codes, OnDisk):
+        table, codes = TextTable(distinct.to_list()), allocate_array(count, np.int32)
+        if not table.fits or not isinstance(codes, MappedArray):
             return pl.concat(list(parts()), rechunk=True)
         for part in parts():
             numbered = part.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32)
-            codes[at : at + part.len()] = numbered.fill_null(-1).to_numpy()
-            at += part.len()
+            codes[offset : offset + part.len()] = numbered.fill_null(-1).to_numpy()
+            offset += part.len()
         return table.column(codes)
-    if type(dtype) not in _ARROW:
+    if type(dtype) not in _ARROW_NAMES:
         return pl.concat(list(parts()), rechunk=True)
-    kind = _ARROW[type(dtype)]
-    values, present = empty(count, np.dtype(kind)), np.ones(count, dtype=np.bool_)
+    kind = _ARROW_NAMES[type(dtype)]
+    values, present = allocate_array(count, np.dtype(kind)), np.ones(count, dtype=np.bool_)
     for part in parts():
-        rows = slice(at, at + part.len())
+        rows = slice(offset, offset + part.len())
         values[rows] = part.fill_null(0).to_numpy()
         present[rows] = part.is_not_null().to_numpy()
-        at += part.len()
+        offset += part.len()
     data = values.view(np.ndarray)
     if present.all():
         return pl.Series(data)
-    return series(kind, count, [np.packbits(present, bitorder="little"), data])
+    return wrap_arrow_buffers(kind, count, [np.packbits(present, bitorder="little"), data])
 
 
 NULL = -(2**63)  # as in `traceloom.formats.kineto_fields`, which decodes without Polars
@@ -164,20 +166,20 @@ Engine = Literal["in-memory", "streaming"]
 
 def is_large(trace: Trace) -> bool:
     """Whether what is computed from the trace goes to disk."""
-    return trace.meta.file_bytes >= mapped_arrays.SPILL_BYTES
+    return trace.meta.file_bytes >= mapped_arrays.MIN_SPILL_BYTES
 
 
-def in_memory(trace: Trace) -> Trace:
+def keep_in_memory(trace: Trace) -> Trace:
     """The same trace, of which what is computed stays in memory however large it is."""
     return replace(trace, meta=replace(trace.meta, file_bytes=-1)) if is_large(trace) else trace
 
 
-def engine(trace: Trace) -> Engine:
+def choose_engine(trace: Trace) -> Engine:
     """How Polars should work on columns as long as the trace: whole columns at once, or by pieces."""
     return "streaming" if is_large(trace) else "in-memory"
 
 
-def column(trace: Trace, name: str, absent: int | None = None) -> Array:
+def get_event_column(trace: Trace, name: str, absent: int | None = None) -> Array:
     """A column of `trace.events`, shape (events,); what is computed from it lies where it lies.
 
     Args:
@@ -186,57 +188,57 @@ def column(trace: Trace, name: str, absent: int | None = None) -> Array:
         absent: What stands for null; the column is int64 then. None for columns without nulls.
     """
     if name != "category":
-        return column_of(trace.events, name, absent, large=is_large(trace))
-    if id(trace) not in _CATEGORIES:
-        _CATEGORIES[id(trace)] = column_of(trace.events, name, large=is_large(trace))
-        weakref.finalize(trace, _CATEGORIES.pop, id(trace))
-    return _CATEGORIES[id(trace)]
+        return extract_column(trace.events, name, absent, large=is_large(trace))
+    if id(trace) not in _categories_cache:
+        _categories_cache[id(trace)] = extract_column(trace.events, name, large=is_large(trace))
+        weakref.finalize(trace, _categories_cache.pop, id(trace))
+    return _categories_cache[id(trace)]
 
 
-_CATEGORIES: dict[int, Array] = {}  # by the trace's id: what is asked for most; a view, which takes no memory
+_categories_cache: dict[int, Array] = {}  # by the trace's id: what is asked for most; a view, which takes no memory
 
 
-def column_of(events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool) -> Array:
+def extract_column(events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool) -> Array:
     """The same of a frame of events, where it is known whether what is computed from it goes to disk."""
     series = events[name]
     if isinstance(series.dtype, pl.Enum):
         series = series.to_physical()
     if absent is None:
-        return series.to_numpy().view(OnDisk) if large else series.to_numpy()
+        return series.to_numpy().view(MappedArray) if large else series.to_numpy()
     if not large:
-        whole = series.cast(pl.Int64)
-        return (whole.fill_null(absent) if whole.null_count() else whole).to_numpy()
-    values = empty(series.len(), np.int64)
-    for piece in pieces(series.len()):
-        values[piece] = series[piece].cast(pl.Int64).fill_null(absent).to_numpy()
+        integers = series.cast(pl.Int64)
+        return (integers.fill_null(absent) if integers.null_count() else integers).to_numpy()
+    values = allocate_array(series.len(), np.int64)
+    for row_slice in iterate_slices(series.len()):
+        values[row_slice] = series[row_slice].cast(pl.Int64).fill_null(absent).to_numpy()
     return values
 
 
-def on_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
+def move_columns_to_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
     """The frame with its columns on disk, where the trace is very large; for frames that are kept."""
     if not is_large(trace):
         return frame
 
     def parts(name: str) -> Iterator[pl.Series]:
-        return (frame[name][piece] for piece in pieces(frame.height))
+        return (frame[name][row_slice] for row_slice in iterate_slices(frame.height))
 
-    columns = [gathered(dtype, frame.height, partial(parts, name)) for name, dtype in frame.schema.items()]
+    columns = [build_mapped_column(dtype, frame.height, partial(parts, name)) for name, dtype in frame.schema.items()]
     return pl.DataFrame([column.alias(name) for name, column in zip(frame.schema, columns, strict=True)])
 
 
 def gather_rows(table: Array, codes: Array) -> Array:
     """`table[codes]`, on disk where the codes are."""
-    return rows_of(table, codes) if isinstance(codes, OnDisk) else table[codes]
+    return select_rows(table, codes) if isinstance(codes, MappedArray) else table[codes]
 
 
 def encode_names_by_piece(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
     """The distinct texts of a column on disk in order of appearance, and the number of each row's; by piece."""
     distinct = pl.Series(texts.name, [], dtype=pl.String)
-    for piece in pieces(texts.len()):
-        distinct = pl.concat([distinct, texts[piece].unique()]).unique(maintain_order=True)
-    code = empty(texts.len(), np.uint32)
-    for piece in pieces(texts.len()):
-        code[piece] = texts[piece].cast(pl.Enum(distinct)).to_physical().to_numpy()
+    for row_slice in iterate_slices(texts.len()):
+        distinct = pl.concat([distinct, texts[row_slice].unique()]).unique(maintain_order=True)
+    code = allocate_array(texts.len(), np.uint32)
+    for row_slice in iterate_slices(texts.len()):
+        code[row_slice] = texts[row_slice].cast(pl.Enum(distinct)).to_physical().to_numpy()
     return distinct, code
 
 
@@ -249,40 +251,40 @@ def encode_names(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
     return texts[example[used]], (np.cumsum(used, dtype=np.uint32) - 1)[physical]
 
 
-def nearest(parent: Ints, wanted: NDArray[np.bool_]) -> Ints:
+def find_nearest_ancestor(parent: Ints, is_match: NDArray[np.bool_]) -> Ints:
     """The nearest proper ancestor that is wanted, -1 where none: pointer jumping over the others."""
     up = parent.copy()
     rows = np.flatnonzero(up >= 0)
     while rows.size:
-        rows = rows[~wanted[up[rows]]]
+        rows = rows[~is_match[up[rows]]]
         up[rows] = up[up[rows]]
         rows = rows[up[rows] >= 0]
     return up
 
 
-def longest_increasing_subsequence(values: Ints) -> Ints:
+def find_longest_increasing_subsequence(values: Ints) -> Ints:
     """Positions of a longest strictly ascending subsequence, in order: patience sorting, in n log n."""
-    ends: list[int] = []
+    pile_tops: list[int] = []
     last: list[int] = []
     before = np.empty(values.size, dtype=np.int64)
-    for at, value in enumerate(values.tolist()):
-        pile = bisect_left(ends, value)
-        if pile == len(ends):
-            ends.append(value)
-            last.append(at)
+    for position, value in enumerate(values.tolist()):
+        pile = bisect_left(pile_tops, value)
+        if pile == len(pile_tops):
+            pile_tops.append(value)
+            last.append(position)
         else:
-            ends[pile] = value
-            last[pile] = at
-        before[at] = last[pile - 1] if pile else -1
-    out = np.empty(len(ends), dtype=np.int64)
-    at = last[-1] if last else -1
-    for index in range(len(ends) - 1, -1, -1):
-        out[index] = at
-        at = int(before[at])
+            pile_tops[pile] = value
+            last[pile] = position
+        before[position] = last[pile - 1] if pile else -1
+    out = np.empty(len(pile_tops), dtype=np.int64)
+    position = last[-1] if last else -1
+    for index in range(len(pile_tops) - 1, -1, -1):
+        out[index] = position
+        position = int(before[position])
     return out
 
 
-def subtree_stops(lane: Array, start: Array, end: Array) -> Array:
+def find_subtree_stops(lane: Array, start: Array, end: Array) -> Array:
     """Where the subtree of each row stops: the first later row of its lane that starts at or after its end.
 
     Args:
@@ -298,28 +300,28 @@ def subtree_stops(lane: Array, start: Array, end: Array) -> Array:
     return stop
 
 
-def innermost_stretch(here: Ints, stop: Ints, size: int) -> Ints:
+def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
     """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for none.
 
     It changes only where a stretch begins or ends. There it is the last one that began with as many around it as are
     open, less one.
     """
-    opened = np.bincount(here + 1, minlength=size + 1)
+    opened = np.bincount(start + 1, minlength=size + 1)
     opened -= np.bincount(stop, minlength=size + 1)
     changes = np.zeros(size + 1, dtype=np.bool_)
-    changes[0] = changes[here + 1] = changes[stop] = True
-    at = np.flatnonzero(changes[:size])
+    changes[0] = changes[start + 1] = changes[stop] = True
+    change_points = np.flatnonzero(changes[:size])
     opened = np.cumsum(opened, out=opened)
-    around, depth = opened[here], opened[at] - 1
-    order = np.argsort(around.astype(np.uint16) if around.max(initial=0) < 1 << 16 else around, kind="stable")
-    key = around[order] * size + here[order]
-    index = np.searchsorted(key, depth * size + at) - 1
-    value = np.where(depth >= 0, np.append(here[order], -1)[index], -1)
-    innermost: Ints = np.repeat(value, np.diff(np.append(at, size)))
+    enclosing, depth = opened[start], opened[change_points] - 1
+    order = np.argsort(enclosing.astype(np.uint16) if enclosing.max(initial=0) < 1 << 16 else enclosing, kind="stable")
+    key = enclosing[order] * size + start[order]
+    index = np.searchsorted(key, depth * size + change_points) - 1
+    value = np.where(depth >= 0, np.append(start[order], -1)[index], -1)
+    innermost: Ints = np.repeat(value, np.diff(np.append(change_points, size)))
     return innermost
 
 
-def sorted_unique(values: Array) -> Array:
+def sort_unique(values: Array) -> Array:
     """The different values, sorted."""
     ordered = np.sort(values)
     first = np.ones(len(ordered), dtype=np.bool_)
@@ -329,8 +331,8 @@ def sorted_unique(values: Array) -> Array:
 
 def to_nullable_series(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Series:
     """A column in which `absent` is null."""
-    if isinstance(values, OnDisk):
-        return numbers(values, dtype, absent)
+    if isinstance(values, MappedArray):
+        return build_number_column(values, dtype, absent)
     missing = values == absent
     if missing.all():
         return pl.Series([None], dtype=dtype).new_from_index(0, len(values))  # takes no memory until it is read
@@ -340,26 +342,26 @@ def to_nullable_series(values: Array, dtype: Any = pl.Int64, absent: int = NULL)
 
 def to_series(values: Array, dtype: Any) -> pl.Series:
     """A column without nulls."""
-    if isinstance(values, OnDisk):
-        return numbers(values, dtype)
+    if isinstance(values, MappedArray):
+        return build_number_column(values, dtype)
     return pl.Series(values).cast(dtype)
 
 
-def row_numbers(values: Ints) -> pl.Series:
+def build_event_column(values: Ints) -> pl.Series:
     """A column of event numbers in which -1 is null."""
     return to_nullable_series(values, pl.UInt32, NO_ROW)
 
 
 def take_texts(values: pl.Series, codes: Array) -> pl.Series:
     """`values[codes]` in one piece of memory; the numbers are handed over by piece."""
-    if not isinstance(codes, OnDisk):
+    if not isinstance(codes, MappedArray):
         return values[pl.Series(codes.astype(np.uint32))]
     plain_codes = codes.view(np.ndarray)
-    parts = [values[pl.Series(plain_codes[piece].astype(np.uint32))] for piece in pieces(len(codes))]
+    parts = [values[pl.Series(plain_codes[row_slice].astype(np.uint32))] for row_slice in iterate_slices(len(codes))]
     return pl.concat(parts, rechunk=True)
 
 
-class Texts:
+class NumberedTexts:
     """Texts by number: names as they are, lists as compact JSON text, which is made when first asked for.
 
     Attributes:
@@ -390,7 +392,7 @@ class _TextColumn:
         self._table: TextTable | None = None
 
     def column(self, codes: Array) -> pl.Series:
-        if isinstance(codes, OnDisk):
+        if isinstance(codes, MappedArray):
             self._table = self._table or TextTable(self._values)
             if self._table.fits:
                 return self._table.column(codes)
@@ -408,19 +410,19 @@ def format_json_list(raw: bytes) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-_SMALL = 1 << 16  # whole numbers below are sorted in one pass
-_ROUNDS = 4  # of cutting; what still crosses then is clipped
-_CLIMB = 100  # ancestors looked at; chains of crossing spans are as long as the trace
+_MAX_RADIX_VALUE = 1 << 16  # whole numbers below are sorted in one pass
+_MAX_ROUNDS = 4  # of cutting; what still crosses then is clipped
+_MAX_ANCESTORS = 100  # ancestors looked at; chains of crossing spans are as long as the trace
 
 
-def stable_order(numbers: Ints) -> Ints:
+def compute_stable_order(numbers: Ints) -> Ints:
     """The rows in the order of small numbers >= 0 (lanes, depths), equal ones as they stand."""
-    if isinstance(numbers, OnDisk) or int(numbers.max(initial=0)) >= _SMALL:
+    if isinstance(numbers, MappedArray) or int(numbers.max(initial=0)) >= _MAX_RADIX_VALUE:
         return np.argsort(numbers, kind="stable")
     return np.argsort(numbers.astype(np.uint16), kind="stable")
 
 
-def time_order(start: Ints, duration: Ints) -> Ints:
+def compute_time_order(start: Ints, duration: Ints) -> Ints:
     """The rows by (start, longer first, place in the file); only where starts are equal are durations looked at."""
     rows = np.argsort(start, kind="stable")
     sorted_start = start[rows]
@@ -429,9 +431,9 @@ def time_order(start: Ints, duration: Ints) -> Ints:
         tied = np.zeros(len(rows), dtype=np.bool_, like=start)
         tied[1:] |= equal
         tied[:-1] |= equal
-        places = np.flatnonzero(tied)
-        among = rows[places]
-        rows[places] = among[np.lexsort((-duration[among], start[among]))]
+        positions = np.flatnonzero(tied)
+        among = rows[positions]
+        rows[positions] = among[np.lexsort((-duration[among], start[among]))]
     return rows
 
 
@@ -451,7 +453,7 @@ class Nesting(Struct, frozen=True):
     clipped: Ints
 
 
-def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
+def build_nesting(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
     """Find each event's parent: the nearest earlier one on its lane that has not ended at its start.
 
     Where two spans cross (one starts inside the other and outlives it), the one that loses less is shortened: a child
@@ -465,60 +467,60 @@ def nest(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nesting:
         nests: False for rows that stand alone (device lanes, where overlap is not nesting).
     """
     rows = np.flatnonzero(nests)
-    order = rows[stable_order(lane[rows])]
+    order = rows[compute_stable_order(lane[rows])]
     lanes, starts, raw = lane[order], start_ns[order], end_ns[order]
     # First candidates: the row before on the same lane.
-    above = np.arange(-1, len(lanes) - 1, dtype=np.int64, like=lanes)
-    above[1:][lanes[1:] != lanes[:-1]] = -1
-    above = _previous_open(starts, raw, above)
+    parent_rows = np.arange(-1, len(lanes) - 1, dtype=np.int64, like=lanes)
+    parent_rows[1:][lanes[1:] != lanes[:-1]] = -1
+    parent_rows = _find_previous_open(starts, raw, parent_rows)
     # Parents are cut where an overrunning child would lose more.
-    ends = raw
-    for _ in range(_ROUNDS):
-        child = np.flatnonzero((above >= 0) & (ends > ends[above]))
-        outer = above[child]
-        shorter = ends.copy()
-        for _ in range(_CLIMB):
-            overrun = ends[child] - ends[outer]
-            cut = (overrun > 0) & (ends[outer] - starts[child] < overrun)
+    clipped_ends = raw
+    for _ in range(_MAX_ROUNDS):
+        child = np.flatnonzero((parent_rows >= 0) & (clipped_ends > clipped_ends[parent_rows]))
+        outer = parent_rows[child]
+        shorter = clipped_ends.copy()
+        for _ in range(_MAX_ANCESTORS):
+            overrun = clipped_ends[child] - clipped_ends[outer]
+            cut = (overrun > 0) & (clipped_ends[outer] - starts[child] < overrun)
             child, outer = child[cut], outer[cut]
             np.minimum.at(shorter, outer, starts[child])
-            outer = above[outer]
+            outer = parent_rows[outer]
             child, outer = child[outer >= 0], outer[outer >= 0]
             if not child.size:
                 break
-        if np.array_equal(shorter, ends):
+        if np.array_equal(shorter, clipped_ends):
             break
-        ends = shorter
-        above = _previous_open(starts, ends, above)
-    above, depths, ends = _settle(starts, above, ends)
+        clipped_ends = shorter
+        parent_rows = _find_previous_open(starts, clipped_ends, parent_rows)
+    parent_rows, depths, clipped_ends = _settle(starts, parent_rows, clipped_ends)
     parent = np.full(len(lane), -1, dtype=np.int64, like=lane)
-    parent[order] = np.where(above >= 0, order[above], -1)
+    parent[order] = np.where(parent_rows >= 0, order[parent_rows], -1)
     depth = np.zeros(len(lane), dtype=np.int64, like=lane)
     depth[order] = depths
     nested_end = end_ns.copy()
-    nested_end[order] = ends
-    return Nesting(parent, depth, nested_end, np.sort(order[ends < raw]))
+    nested_end[order] = clipped_ends
+    return Nesting(parent, depth, nested_end, np.sort(order[clipped_ends < raw]))
 
 
-def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
+def _settle(starts: Ints, parent_rows: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
     """Parents, depths and clipped ends that agree with each other; rows in pre-order.
 
     Clipping a span frees later events it seemed to enclose; only the small subtrees where that happens are walked
     event by event.
     """
-    depths = nesting_depths(above)
+    depths = compute_nesting_depths(parent_rows)
     # Each end is bounded by its parent's, from the roots down.
-    ends = raw.copy()
-    order = stable_order(depths)
+    clipped_ends = raw.copy()
+    order = compute_stable_order(depths)
     for low, high in pairwise(np.cumsum(np.bincount(depths))):
         rows = order[low:high]
-        ends[rows] = np.minimum(ends[rows], ends[above[rows]])
-    freed = np.flatnonzero((above >= 0) & (ends[above] <= starts))
+        clipped_ends[rows] = np.minimum(clipped_ends[rows], clipped_ends[parent_rows[rows]])
+    freed = np.flatnonzero((parent_rows >= 0) & (clipped_ends[parent_rows] <= starts))
     # The highest ancestors that ended too early: all that can change lies below them.
-    tops = above[freed]
+    tops = parent_rows[freed]
     while True:
-        higher = above[tops]
-        climbs = (higher >= 0) & (ends[higher] <= starts[freed])
+        higher = parent_rows[tops]
+        climbs = (higher >= 0) & (clipped_ends[higher] <= starts[freed])
         if not climbs.any():
             break
         tops = np.where(climbs, higher, tops)
@@ -528,59 +530,59 @@ def _settle(starts: Ints, above: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
             continue
         done, width = top + 1, 64  # the first row after the subtree
         while done < len(depths):
-            outside = np.flatnonzero(depths[done : done + width] <= depths[top])
-            if outside.size:
-                done += int(outside[0])
+            after_subtree = np.flatnonzero(depths[done : done + width] <= depths[top])
+            if after_subtree.size:
+                done += int(after_subtree[0])
                 break
             done, width = min(done + width, len(depths)), width * 2
-        _walk(top, done, starts, raw, (above, depths, ends))
-    return above, depths, ends
+        _walk(top, done, starts, raw, (parent_rows, depths, clipped_ends))
+    return parent_rows, depths, clipped_ends
 
 
 def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Ints, Ints]) -> None:
     """Recompute parents, depths and ends of the rows low..high-1 of one lane with a stack, in place."""
-    above, depths, ends = columns
-    outer, base = int(above[low]), int(depths[low])
-    limit = int(ends[outer]) if outer >= 0 else None
+    parent_rows, depths, clipped_ends = columns
+    outer, base = int(parent_rows[low]), int(depths[low])
+    limit = int(clipped_ends[outer]) if outer >= 0 else None
     stack: list[tuple[int, int]] = []  # rows and their ends
     parents, levels, clipped = [], [], []
-    for row, (start, own) in enumerate(zip(starts[low:high].tolist(), raw[low:high].tolist(), strict=True), low):
+    for row, (start, raw_end) in enumerate(zip(starts[low:high].tolist(), raw[low:high].tolist(), strict=True), low):
         while stack and stack[-1][1] <= start:
             stack.pop()
         parent, bound = stack[-1] if stack else (outer, limit)
-        end = own if bound is None else min(own, bound)
+        end = raw_end if bound is None else min(raw_end, bound)
         parents.append(parent)
         levels.append(base + len(stack))
         clipped.append(end)
         stack.append((row, end))
-    above[low:high], depths[low:high], ends[low:high] = parents, levels, clipped
+    parent_rows[low:high], depths[low:high], clipped_ends[low:high] = parents, levels, clipped
 
 
-def _previous_open(starts: Ints, ends: Ints, above: Ints) -> Ints:
+def _find_previous_open(starts: Ints, span_ends: Ints, previous: Ints) -> Ints:
     """The nearest earlier row of the same lane whose end is after the start, by pointer jumping.
 
     A row that has ended lets its successors jump to its own candidate: all rows between had ended before it began.
 
     Args:
         starts: Starts.
-        ends: Ends.
-        above: First candidates: the row before, or the result for later ends; -1 where that is of another lane.
+        span_ends: Ends.
+        previous: First candidates: the row before, or the result for later ends; -1 where that is of another lane.
     """
-    above = above.copy()
-    rows = np.flatnonzero(above >= 0)
+    previous = previous.copy()
+    rows = np.flatnonzero(previous >= 0)
     while rows.size:
-        candidate = above[rows]
-        ended = ends[candidate] <= starts[rows]
+        candidate = previous[rows]
+        ended = span_ends[candidate] <= starts[rows]
         rows = rows[ended]
-        above[rows] = candidate = above[candidate[ended]]
+        previous[rows] = candidate = previous[candidate[ended]]
         rows = rows[candidate >= 0]
-    return above
+    return previous
 
 
-def nesting_depths(above: Ints) -> Ints:
+def compute_nesting_depths(parent_rows: Ints) -> Ints:
     """Length of each row's chain of parents, by pointer doubling."""
-    depth = (above >= 0).astype(np.int64)
-    pointer = above.copy()
+    depth = (parent_rows >= 0).astype(np.int64)
+    pointer = parent_rows.copy()
     rows = np.flatnonzero(pointer >= 0)
     while rows.size:
         target = pointer[rows]

@@ -23,15 +23,15 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.errors import UsageError
-from traceloom.trace.arrays import nest
+from traceloom.trace.arrays import build_nesting
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Event, Trace
 
-_REFERENCES = ("parent", "op", "launch")
+_EVENT_REFERENCE_COLUMNS = ("parent", "op", "launch")
 
 
-def of_steps(session: Session, steps: tuple[int, int]) -> Session:
+def cut_session_to_steps(session: Session, steps: tuple[int, int]) -> Session:
     """The session with only the work of the steps numbered `steps[0]` to `steps[1]`, both included.
 
     Host events belong to the step they start in, GPU work to the step that launched it, so that launches keep their
@@ -40,41 +40,43 @@ def of_steps(session: Session, steps: tuple[int, int]) -> Session:
     Raises:
         UsageError: slug `no-such-step`, where no rank has any of these steps.
     """
-    traces = tuple(cut(trace, steps) for trace in session.traces)
+    traces = tuple(cut_trace_to_steps(trace, steps) for trace in session.traces)
     if not any(trace.steps.height for trace in traces):
         numbers = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
-        have = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has no steps"
+        available = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has no steps"
         requested = f"step {steps[0]} is" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]} are"
-        raise UsageError(f"{requested} not in this run; {have}", slug="no-such-step")
+        raise UsageError(f"{requested} not in this run; {available}", slug="no-such-step")
     return replace(session, traces=traces)
 
 
-def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
+def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
     """One rank's part of `of_steps`."""
-    chosen = pl.col("step").is_between(*steps)
-    kept = trace.events.filter(chosen)
-    row = np.full(trace.events.height, -1, dtype=np.int64)
-    row[kept["event"].to_numpy()] = np.arange(kept.height)
-    events = renumbered(kept.with_row_index("new").drop("event").rename({"new": "event"}), row, _REFERENCES)
+    is_chosen_step = pl.col("step").is_between(*steps)
+    kept_events = trace.events.filter(is_chosen_step)
+    new_row = np.full(trace.events.height, -1, dtype=np.int64)
+    new_row[kept_events["event"].to_numpy()] = np.arange(kept_events.height)
+    events = update_event_rows(
+        kept_events.with_row_index("new").drop("event").rename({"new": "event"}), new_row, _EVENT_REFERENCE_COLUMNS
+    )
     frames: dict[str, Any] = {
-        name: renumbered(frame, row, ("event",)).drop_nulls("event")
+        name: update_event_rows(frame, new_row, ("event",)).drop_nulls("event")
         for name, frame in trace.frames().items()
         if name != "events" and "event" in frame.columns
     }
-    frames["flows"] = renumbered(trace.flows, row, ("source", "target")).drop_nulls(["source", "target"])
-    kept_steps = trace.steps.filter(chosen)
-    start, end = kept_steps["start_ns"].min(), kept_steps["end_ns"].max()
-    inside = pl.col("time_ns").is_between(start, end, closed="left") if kept_steps.height else pl.lit(False)
+    frames["flows"] = update_event_rows(trace.flows, new_row, ("source", "target")).drop_nulls(["source", "target"])
+    retained_steps = trace.steps.filter(is_chosen_step)
+    start, end = retained_steps["start_ns"].min(), retained_steps["end_ns"].max()
+    is_in_window = pl.col("time_ns").is_between(start, end, closed="left") if retained_steps.height else pl.lit(False)
     for name in ("allocations", "counters", "marks"):
-        frames[name] = getattr(trace, name).filter(inside)
-    frames["allocations"] = renumbered(frames["allocations"], row, ("op",))
+        frames[name] = getattr(trace, name).filter(is_in_window)
+    frames["allocations"] = update_event_rows(frames["allocations"], new_row, ("op",))
     # Parents and depths anew: an event whose parents began before the first step is a root now.
-    nesting_lanes = trace.lanes.filter(pl.col("kind").is_in(["host", "other"]))["lane"]
-    nesting = nest(
+    host_lanes = trace.lanes.filter(pl.col("kind").is_in(["host", "other"]))["lane"]
+    nesting = build_nesting(
         events["lane"].to_numpy().astype(np.int64),
         events["start_ns"].to_numpy(),
         events["nested_end_ns"].to_numpy(),
-        events["lane"].is_in(nesting_lanes.implode()).to_numpy(),
+        events["lane"].is_in(host_lanes.implode()).to_numpy(),
     )
     events = events.select(trace.events.columns).with_columns(
         pl.Series("parent", nesting.parent).replace(-1, None).cast(Event),
@@ -82,10 +84,10 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     )
     # The lanes with the counts and busy times of the events that are left
     roots = events.select("lane", "start_ns", end_ns="nested_end_ns").sort("lane", "start_ns", maintain_order=True)
-    reached = pl.col("end_ns").cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
-    counted = roots.group_by("lane").agg(pl.len().cast(pl.UInt32).alias("events"))
+    previous_end = pl.col("end_ns").cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
+    event_counts = roots.group_by("lane").agg(pl.len().cast(pl.UInt32).alias("events"))
     busy = (
-        roots.with_columns(reached.alias("reached"))
+        roots.with_columns(previous_end.alias("reached"))
         .with_columns(added=(pl.col("end_ns") - pl.max_horizontal("start_ns", "reached")).clip(lower_bound=0))
         .group_by("lane")
         .agg(busy_ns=pl.col("added").sum())
@@ -93,9 +95,9 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     return replace(
         trace,
         events=events,
-        steps=kept_steps,
+        steps=retained_steps,
         lanes=trace.lanes.drop("events", "busy_ns")
-        .join(counted, on="lane", how="left", maintain_order="left")
+        .join(event_counts, on="lane", how="left", maintain_order="left")
         .join(busy, on="lane", how="left", maintain_order="left")
         .with_columns(pl.col("events").fill_null(0), pl.col("busy_ns").fill_null(0))
         .select(trace.lanes.columns),
@@ -103,16 +105,16 @@ def cut(trace: Trace, steps: tuple[int, int]) -> Trace:
     )
 
 
-def renumbered(frame: pl.DataFrame, row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
+def update_event_rows(frame: pl.DataFrame, new_row: NDArray[np.int64], columns: tuple[str, ...]) -> pl.DataFrame:
     """The frame with its references to events pointing to their new rows; null where the event is gone."""
-    new = pl.Series(row).replace(-1, None).cast(Event)
-    return frame.with_columns(new.gather(frame[column]).alias(column) for column in columns)
+    row_series = pl.Series(new_row).replace(-1, None).cast(Event)
+    return frame.with_columns(row_series.gather(frame[column]).alias(column) for column in columns)
 
 
 S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
-MOST_BYTES = 48 << 20
+MAX_CACHED_BYTES = 48 << 20
 """Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the findings after the
 sections) finds them; where they do not, only those of the last rank and what is looked at together with it are kept, so
 that a run needs the memory of these."""
@@ -121,7 +123,7 @@ MAX_BATCH_EVENTS = 250_000
 
 
 @dataclass(slots=True)
-class _Result(Generic[T]):
+class _CachedResult(Generic[T]):
     """The result of one trace, and its size, which is known when the next one is made: some grow by use."""
 
     trace: weakref.ref[Trace]
@@ -129,33 +131,35 @@ class _Result(Generic[T]):
     size: int = 0
 
 
-_Group = tuple[list[Trace], dict[Any, tuple[list[Trace], list[Any]]]]
+_TraceBatch = tuple[list[Trace], dict[Any, tuple[list[Trace], list[Any]]]]
 # By a trace's id: it and those beside it; by function the traces that it was last given, and its results.
-_groups: dict[int, _Group] = {}
+_batches_by_trace_id: dict[int, _TraceBatch] = {}
 
 
 @contextmanager
-def together(traces: Iterable[Trace]) -> Iterator[None]:
+def enable_batching(traces: Iterable[Trace]) -> Iterator[None]:
     """Meanwhile, look at those of the traces at once that follow each other, up to `MOST_EVENTS` events."""
-    groups: list[list[Trace]] = []
-    room = -1
+    batches: list[list[Trace]] = []
+    events_left = -1
     for trace in traces:
-        room -= trace.events.height
-        if room < 0:
-            groups.append([])
-            room = MAX_BATCH_EVENTS - trace.events.height
-        groups[-1].append(trace)
+        events_left -= trace.events.height
+        if events_left < 0:
+            batches.append([])
+            events_left = MAX_BATCH_EVENTS - trace.events.height
+        batches[-1].append(trace)
     results: dict[Any, tuple[list[Trace], list[Any]]] = {}
-    members = {id(trace): (group, results) for group in groups if len(group) > 1 for trace in group}
-    _groups.update(members)
+    batch_by_trace_id = {id(trace): (group, results) for group in batches if len(group) > 1 for trace in group}
+    _batches_by_trace_id.update(batch_by_trace_id)
     try:
         yield
     finally:
-        for key in members:
-            _groups.pop(key, None)
+        for key in batch_by_trace_id:
+            _batches_by_trace_id.pop(key, None)
 
 
-def of_each(function: Callable[Concatenate[Sequence[Trace], P], Iterable[T]]) -> Callable[Concatenate[Trace, P], T]:
+def run_in_batches(
+    function: Callable[Concatenate[Sequence[Trace], P], Iterable[T]],
+) -> Callable[Concatenate[Trace, P], T]:
     """The function of one trace whose results for several `function` gives at once, in their order.
 
     The results of the traces that are looked at `together` with the last one are remembered until that ends. With a
@@ -163,63 +167,63 @@ def of_each(function: Callable[Concatenate[Sequence[Trace], P], Iterable[T]]) ->
     """
 
     @wraps(function)
-    def of_one(trace: Trace, /, *choices: P.args, **more: P.kwargs) -> T:
-        if any(choice is not None and choice != () for choice in (*choices, *more.values())):
-            return next(iter(function([trace], *choices, **more)))
-        group, results = _groups.get(id(trace), ([trace], {}))
-        last, values = results.get(function, (None, []))
-        if last is not group:
-            values = list(function(group, *choices, **more))
-            results[function] = group, values
-        value: T = next(value for each, value in zip(group, values, strict=True) if each is trace)
+    def of_one(trace: Trace, /, *choices: P.args, **options: P.kwargs) -> T:
+        if any(choice is not None and choice != () for choice in (*choices, *options.values())):
+            return next(iter(function([trace], *choices, **options)))
+        batch, results = _batches_by_trace_id.get(id(trace), ([trace], {}))
+        cached_batch, values = results.get(function, (None, []))
+        if cached_batch is not batch:
+            values = list(function(batch, *choices, **options))
+            results[function] = batch, values
+        value: T = next(value for member, value in zip(batch, values, strict=True) if member is trace)
         return value
 
     return of_one
 
 
-def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
+def cache_per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
     """Remember the function's results by identity: of the last trace, and of those before it up to `MOST_BYTES`.
 
     A result is forgotten together with its trace. It is shared: nobody may change it.
     """
-    kept: dict[int, _Result[T]] = {}  # by the trace's id, the oldest first
+    cache: dict[int, _CachedResult[T]] = {}  # by the trace's id, the oldest first
 
     @wraps(function)
     def remembering(trace: Trace) -> T:
         key = id(trace)
-        if key in kept:
-            return kept[key].value
+        if key in cache:
+            return cache[key].value
         value = function(trace)
-        if results := list(kept.values()):
-            results[-1].size = size_of(results[-1].value)
-            if sum(result.size for result in results) > MOST_BYTES:
-                beside, _ = _groups.get(key, ([], {}))
-                for earlier in kept.keys() - map(id, beside):
-                    kept.pop(earlier, None)
-        kept[key] = _Result(weakref.ref(trace, lambda _: kept.pop(key, None)), value)
+        if results := list(cache.values()):
+            results[-1].size = estimate_array_bytes(results[-1].value)
+            if sum(result.size for result in results) > MAX_CACHED_BYTES:
+                batch, _ = _batches_by_trace_id.get(key, ([], {}))
+                for old_key in cache.keys() - map(id, batch):
+                    cache.pop(old_key, None)
+        cache[key] = _CachedResult(weakref.ref(trace, lambda _: cache.pop(key, None)), value)
         return value
 
     return remembering
 
 
-def made_from(function: Callable[[Trace, S], T]) -> Callable[[Trace, S], T]:
+def cache_last_result(function: Callable[[Trace, S], T]) -> Callable[[Trace, S], T]:
     """Remember of each trace the last result, for as long as it is made from the same second argument, by identity."""
 
-    @per_trace
+    @cache_per_trace
     def kept(_trace: Trace) -> list[tuple[S, T]]:
         return []
 
     @wraps(function)
     def remembering(trace: Trace, source: S) -> T:
-        last = kept(trace)
-        if not last or last[0][0] is not source:
-            last[:] = [(source, function(trace, source))]
-        return last[0][1]
+        cached = kept(trace)
+        if not cached or cached[0][0] is not source:
+            cached[:] = [(source, function(trace, source))]
+        return cached[0][1]
 
     return remembering
 
 
-def size_of(value: Any) -> int:
+def estimate_array_bytes(value: Any) -> int:
     """Bytes of the arrays and frames in a result; its texts and single numbers do not count."""
     if isinstance(value, np.ndarray):
         return value.nbytes
@@ -227,56 +231,60 @@ def size_of(value: Any) -> int:
         return int(value.estimated_size())
     if isinstance(value, Struct) or is_dataclass(value):
         names = value.__struct_fields__ if isinstance(value, Struct) else [field.name for field in fields(value)]
-        return sum(size_of(getattr(value, name)) for name in names)
+        return sum(estimate_array_bytes(getattr(value, name)) for name in names)
     if isinstance(value, Mapping):
-        return sum(map(size_of, value.values()))
+        return sum(map(estimate_array_bytes, value.values()))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return sum(map(size_of, value))
+        return sum(map(estimate_array_bytes, value))
     return 0
 
 
-TRACE = "trace"
+TRACE_COLUMN = "trace"
 
 
-def stacked(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
+def concatenate_by_trace(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of each trace, one trace after the other, first the column `trace` (UInt32)."""
     parts = []
     for number, frame in enumerate(frames):
-        numbers = pl.Series(TRACE, [number], dtype=pl.UInt32).new_from_index(0, frame.height)
+        numbers = pl.Series(TRACE_COLUMN, [number], dtype=pl.UInt32).new_from_index(0, frame.height)
         parts.append(frame.clone().insert_column(0, numbers))
     return pl.concat(parts)
 
 
-def unstacked(
-    rows: pl.DataFrame, traces: Sized, columns: Mapping[str, pl.DataType | type[pl.DataType]] | None = None
+def split_by_trace(
+    rows: pl.DataFrame, traces: Sized, schema: Mapping[str, pl.DataType | type[pl.DataType]] | None = None
 ) -> list[pl.DataFrame]:
     """The rows of each trace without the column `trace`, by which they are sorted.
 
     Args:
         rows: Of `stacked`, or made from such.
         traces: Whose rows they are.
-        columns: Which columns of which types (see `as_declared`); all as they are where none are named.
+        schema: Which columns of which types (see `as_declared`); all as they are where none are named.
     """
-    bounds = np.searchsorted(rows[TRACE].to_numpy(), np.arange(len(traces) + 1)).tolist()
-    others = [name for name in rows.columns if name != TRACE]
-    every = rows[others] if columns is None else rows.pipe(cast_to_schema, columns)
-    return [every[low:high] for low, high in pairwise(bounds)]
+    bounds = np.searchsorted(rows[TRACE_COLUMN].to_numpy(), np.arange(len(traces) + 1)).tolist()
+    other_columns = [name for name in rows.columns if name != TRACE_COLUMN]
+    all_rows = rows[other_columns] if schema is None else rows.pipe(cast_to_schema, schema)
+    return [all_rows[low:high] for low, high in pairwise(bounds)]
 
 
-def gathered(columns: Sequence[pl.Series], rows: pl.DataFrame, by: str) -> pl.Series:
-    """From the column of each trace the value at the place `by` of each row; null where that is null."""
-    parts = unstacked(rows[[TRACE, by]], columns)
-    return pl.concat([column[part[by]] for column, part in zip(columns, parts, strict=True)])
+def gather_by_trace(columns: Sequence[pl.Series], rows: pl.DataFrame, index_column: str) -> pl.Series:
+    """From the column of each trace the value at the place `index_column` of each row; null where that is null."""
+    parts = split_by_trace(rows[[TRACE_COLUMN, index_column]], columns)
+    return pl.concat([column[part[index_column]] for column, part in zip(columns, parts, strict=True)])
 
 
-def of_events(traces: Sequence[Trace], rows: pl.DataFrame, by: str, name: str) -> pl.Series:
-    """A column of the traces' events, for the event in the column `by` of each row; null where that is null."""
-    return gathered([trace.events[name] for trace in traces], rows, by)
+def gather_event_column(traces: Sequence[Trace], rows: pl.DataFrame, index_column: str, name: str) -> pl.Series:
+    """A column of the traces' events, for the event in the column `index_column` of each row; null where that is null."""
+    return gather_by_trace([trace.events[name] for trace in traces], rows, index_column)
 
 
-def divide_by_part(value: pl.Expr, by: pl.Expr) -> pl.Expr:
+def divide_by_trace_total(numerator: pl.Expr, denominator: pl.Expr) -> pl.Expr:
     """A column divided by what is one number in each trace, with the digits of the rows of that trace alone.
 
     Polars multiplies a column with the reciprocal of a number, but divides a single row by it.
     """
-    return pl.when(pl.len().over(TRACE) == 1).then(value / by).otherwise(value * (1.0 / by))
+    return (
+        pl.when(pl.len().over(TRACE_COLUMN) == 1)
+        .then(numerator / denominator)
+        .otherwise(numerator * (1.0 / denominator))
+    )

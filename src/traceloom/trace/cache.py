@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from traceloom.errors import InputError, OutputError
-from traceloom.system.files import CAP_BYTES as FILES_CAP_BYTES
-from traceloom.system.files import cache_directory, discard, evict, open_regular, write
+from traceloom.system.files import MAX_CACHE_BYTES as FILES_CAP_BYTES
+from traceloom.system.files import discard, evict, find_cache_directory, open_regular, write
 from traceloom.system.process import clean_up_on_exit
 
 T = TypeVar("T")
-_READER = ("formats", "system", "trace")  # packages of which the code decides what an entry holds
-_PIECE = 1 << 22
+_READER_PACKAGES = ("formats", "system", "trace")  # packages of which the code decides what an entry holds
+_CHUNK_BYTES = 1 << 22
 # A file that is written twice within one tick of its file system's clock has the same times after both. Ticks are up to
 # two seconds long; younger files are known by their content alone.
-_TICK_NS = 2 * 10**9
+_CLOCK_GRANULARITY_NS = 2 * 10**9
 
 
 class FileStamp(NamedTuple):
@@ -59,8 +59,8 @@ class FileStamp(NamedTuple):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        about = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        return cls(about, max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _TICK_NS)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return cls(identity, max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _CLOCK_GRANULARITY_NS)
 
 
 class Cache:
@@ -72,7 +72,7 @@ class Cache:
     """
 
     def __init__(self, folder: Path | None = None, cap_bytes: int = FILES_CAP_BYTES) -> None:
-        self._folder = folder or cache_directory()
+        self._folder = folder or find_cache_directory()
         self._cap_bytes = cap_bytes
 
     def entry(self, path: Path, capture: dict[str, Any] | None) -> CacheEntry | None:
@@ -83,19 +83,19 @@ class Cache:
             capture: This rank's part of capture.json, which is read with it.
         """
         try:
-            seen = FileStamp.now(path)
+            file_stamp = FileStamp.now(path)
             # The digest of the content, from the index if the file is listed there.
-            listed = json.dumps([str(path.resolve()), *seen.stamp]).encode()
+            listed = json.dumps([str(path.resolve()), *file_stamp.stamp]).encode()
             noted = self._folder / "index" / hashlib.blake2b(listed, digest_size=20).hexdigest()
             content = ""
-            if seen.settled:
+            if file_stamp.settled:
                 with contextlib.suppress(OSError, ValueError), open_regular(noted) as file:
                     content = file.read(41).decode("ascii")
             if len(content) != 40:
-                content = digest(path)
-                if FileStamp.now(path).stamp != seen.stamp:
+                content = compute_digest(path)
+                if FileStamp.now(path).stamp != file_stamp.stamp:
                     return None
-                if seen.settled:
+                if file_stamp.settled:
                     with contextlib.suppress(OSError):
                         noted.parent.mkdir(parents=True, exist_ok=True)
                         written = noted.with_name(f".{noted.name}-{os.getpid()}")
@@ -103,11 +103,11 @@ class Cache:
                         written.replace(noted)
         except OSError:
             return None
-        about = hashlib.blake2b(digest_size=20)
-        about.update(content.encode())
-        about.update(reader_version().encode())
-        about.update(json.dumps(capture, sort_keys=True).encode())
-        return CacheEntry(self._folder / "traces" / about.hexdigest(), path, seen, content)
+        digest = hashlib.blake2b(digest_size=20)
+        digest.update(content.encode())
+        digest.update(compute_reader_version().encode())
+        digest.update(json.dumps(capture, sort_keys=True).encode())
+        return CacheEntry(self._folder / "traces" / digest.hexdigest(), path, file_stamp, content)
 
     def prune(self) -> None:
         """Drop the entries unused for longest until the rest fits."""
@@ -121,10 +121,10 @@ class CacheEntry:
         damaged: What was there could not be used, and has been thrown away.
     """
 
-    def __init__(self, folder: Path, path: Path, seen: FileStamp, content: str) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, path: Path, file_stamp: FileStamp, content: str) -> None:
+        self._folder = directory
         self._path = path
-        self._seen = seen
+        self._seen = file_stamp
         self._content = content
         self.damaged = False
 
@@ -162,14 +162,16 @@ class CacheEntry:
             if not self.unchanged():
                 return
             self._folder.parent.mkdir(parents=True, exist_ok=True)
-            made = self._folder.with_name(f".making-{os.urandom(8).hex()}")
-            with clean_up_on_exit(partial(discard, made)):
+            temporary_directory = self._folder.with_name(f".making-{os.urandom(8).hex()}")
+            with clean_up_on_exit(partial(discard, temporary_directory)):
                 try:
-                    made.mkdir(mode=0o700)
-                    write(made)
-                    made.rename(self._folder)  # fails where another process was faster, whose entry is as good
+                    temporary_directory.mkdir(mode=0o700)
+                    write(temporary_directory)
+                    temporary_directory.rename(
+                        self._folder
+                    )  # fails where another process was faster, whose entry is as good
                 finally:
-                    discard(made)
+                    discard(temporary_directory)
 
     def unchanged(self) -> bool:
         """Whether the file is what it was when the entry was asked for.
@@ -179,31 +181,31 @@ class CacheEntry:
         """
         if FileStamp.now(self._path).stamp != self._seen.stamp:
             return False
-        return self._seen.settled or digest(self._path) == self._content
+        return self._seen.settled or compute_digest(self._path) == self._content
 
 
-def digest(path: Path) -> str:
+def compute_digest(path: Path) -> str:
     """Digest of a file's content, 40 hexadecimal digits."""
     content = hashlib.blake2b(digest_size=20)
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            content.update(piece)
+        while chunk := file.read(_CHUNK_BYTES):
+            content.update(chunk)
     return content.hexdigest()
 
 
 @once
-def reader_version() -> str:
+def compute_reader_version() -> str:
     """Changes with the reader's code, so that no entry of another version is ever used."""
-    about = hashlib.blake2b(digest_size=20)
+    digest = hashlib.blake2b(digest_size=20)
     package = Path(__file__).parents[1]
-    for file in sorted(file for part in _READER for file in (package / part).rglob("*.py")):
-        about.update(str(file.relative_to(package)).encode())
-        about.update(file.read_bytes())
-    return about.hexdigest()
+    for file in sorted(file for part in _READER_PACKAGES for file in (package / part).rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
-MOST_BYTES = 1 << 26  # of one entry
-CAP_BYTES = 10**9  # of all
+MAX_ENTRY_BYTES = 1 << 26  # of one entry
+MAX_CACHE_BYTES = 10**9  # of all
 Stamp = tuple[str, tuple[int, ...]]
 
 
@@ -220,11 +222,11 @@ class DocumentCache:
     def __init__(
         self,
         paths: Iterable[str],
-        beside: Iterable[str],
-        about: str,
+        extra_files: Iterable[str],
+        choices: str,
         files_of: Callable[[Sequence[str]], Sequence[Path]],
     ) -> None:
-        self._paths, self._beside, self._about = tuple(map(str, paths)), tuple(beside), about
+        self._paths, self._beside, self._about = tuple(map(str, paths)), tuple(extra_files), choices
         self._files_of = files_of
         self._key = self._digest()
 
@@ -234,18 +236,20 @@ class DocumentCache:
             return ""
         try:
             files = self._files_of(self._paths)
-            seen = {path: FileStamp.now(path) for path in (*files, *map(Path, self._beside))}
-            stamps = [(str(path.resolve()), now.stamp) for path, now in seen.items()]
+            file_stamps = {path: FileStamp.now(path) for path in (*files, *map(Path, self._beside))}
+            stamps = [(str(path.resolve()), now.stamp) for path, now in file_stamps.items()]
         except (InputError, OSError, ValueError):  # who reads it will say what is wrong
             return ""
-        if not all(now.settled for now in seen.values()):  # a change within the tick of the clock would not be seen
+        if not all(
+            now.settled for now in file_stamps.values()
+        ):  # a change within the tick of the clock would not be seen
             return ""
-        text = json.dumps([_code(), self._paths, stamps, self._about])
+        text = json.dumps([_list_code_files(), self._paths, stamps, self._about])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
 
     @property
     def _folder(self) -> Path:
-        return cache_directory() / "reports" / self._key
+        return find_cache_directory() / "reports" / self._key
 
     def get(self, name: str) -> Any:
         """A document that was made; None where it was not, or not of these inputs, or cannot be read."""
@@ -258,16 +262,16 @@ class DocumentCache:
 
     def put(self, name: str, content: bytes) -> None:
         """Keep a document, as JSON, if the inputs are still what they were; what cannot be written is not kept."""
-        if not self._key or len(content) > MOST_BYTES or self._digest() != self._key:
+        if not self._key or len(content) > MAX_ENTRY_BYTES or self._digest() != self._key:
             return
         with contextlib.suppress(OSError, OutputError):
             write(self._folder / name, lambda out: out.write(content), force=True, private=True)
-            evict(self._folder.parent, CAP_BYTES)
+            evict(self._folder.parent, MAX_CACHE_BYTES)
 
 
 @cache
-def _code() -> list[tuple[str, int, int]]:
+def _list_code_files() -> list[tuple[str, int, int]]:
     """Size and time of every file of the package: another version of it makes something else."""
     package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in {".py", ".json"})
-    return [(str(file.relative_to(package)), (about := file.stat()).st_size, about.st_mtime_ns) for file in files]
+    return [(str(file.relative_to(package)), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-_WORDS: dict[pl.DataType, str] = {
+_TYPE_WORDS: dict[pl.DataType, str] = {
     pl.Int64(): """ns us mean_ns bytes flops count calls ops runs steps launches works threads samples ranges requests
         tokens meetings registers elements address id code stream pool instance chain follows number
         sequence row nth x y z flow correlation tag offset length period capacity range stretch matched
@@ -42,11 +42,11 @@ _WORDS: dict[pl.DataType, str] = {
     pl.Boolean(): """backward complete pageable by_kernel elementwise matrix same slow whole checked certain holds main
         sends bottleneck recompile relative used asynchronous end on_gpu along_edge""",
 }
-_TYPES = {word: kind for kind, words in _WORDS.items() for word in words.split()}
+_TYPE_BY_WORD = {word: kind for kind, words in _TYPE_WORDS.items() for word in words.split()}
 """The type of a column: by its name if that stands here, else, of a mean, by that word, else by its last word."""
 
 
-def schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
+def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
     """The columns of a frame, in order.
 
     Args:
@@ -70,7 +70,7 @@ def schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.
             if name in types:
                 raise ValueError(f"the column `{name}` stands twice")
             word = "mean" if name.startswith("mean_") else name.rpartition("_")[2]
-            types[name] = _TYPES.get(name, _TYPES.get(word))
+            types[name] = _TYPE_BY_WORD.get(name, _TYPE_BY_WORD.get(word))
     typed = {name: kind for name, kind in types.items() if kind is not None}
     if len(typed) < len(types):
         raise ValueError(f"no word says the type of {', '.join(name for name in types if name not in typed)}")
@@ -80,9 +80,9 @@ def schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.
 def cast_to_schema(frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.DataFrame:
     """The columns of a schema, in its order and of its types; a frame's other columns are left out."""
     declared = frame[list(columns)]
-    for at, (present, kind) in enumerate(zip(declared.dtypes, columns.values(), strict=True)):
+    for index, (present, kind) in enumerate(zip(declared.dtypes, columns.values(), strict=True)):
         if present != kind:  # one by one, since a query takes five times as long
-            declared.replace_column(at, declared.to_series(at).cast(kind))
+            declared.replace_column(index, declared.to_series(index).cast(kind))
     return declared
 
 
@@ -98,19 +98,19 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings, as they stand in JSON; a frame is a list of rows."""
         assert is_dataclass(self)
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: _convert_to_json(getattr(self, f.name)) for f in fields(self)}
 
     def _repr_html_(self) -> str:
         assert is_dataclass(self)
         parts = [f"<h4>{escape(type(self).__name__)}</h4>"]
         for f in fields(self):
             value = getattr(self, f.name)
-            shown = value._repr_html_() if isinstance(value, pl.DataFrame) else escape(str(value))
-            parts.append(f"<div><b>{escape(f.name)}</b> {shown}</div>")
+            rendered = value._repr_html_() if isinstance(value, pl.DataFrame) else escape(str(value))
+            parts.append(f"<div><b>{escape(f.name)}</b> {rendered}</div>")
         return "".join(parts)
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_json(value: Any) -> Any:
     if isinstance(value, pl.DataFrame):
         return value.to_dicts()
     if isinstance(value, (np.ndarray, np.generic)):
@@ -118,9 +118,9 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _convert_to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_convert_to_json(item) for item in value]
     return value
 
 
@@ -146,24 +146,26 @@ class Column:
     unknown: str = ""
 
 
-def per_step(name: str, unit: str, what: str, title: str = "Per step", unknown: str = "") -> dict[str, Column]:
+def declare_per_step(
+    name: str, unit: str, description: str, title: str = "Per step", unknown: str = ""
+) -> dict[str, Column]:
     """`mean_`, `min_` and `max_` of a column over the whole steps."""
     mean_unit = "number" if unit == "count" else unit
     path, _, key = name.rpartition(".")
-    at = f"{path}." if path else ""
+    prefix = f"{path}." if path else ""
     return {
-        f"{at}mean_{key}": Column(mean_unit, title, f"{what}, mean over the whole steps", unknown),
-        f"{at}min_{key}": Column(unit, "Min", f"{what}, min over the whole steps", unknown),
-        f"{at}max_{key}": Column(unit, "Max", f"{what}, max over the whole steps", unknown),
+        f"{prefix}mean_{key}": Column(mean_unit, title, f"{description}, mean over the whole steps", unknown),
+        f"{prefix}min_{key}": Column(unit, "Min", f"{description}, min over the whole steps", unknown),
+        f"{prefix}max_{key}": Column(unit, "Max", f"{description}, max over the whole steps", unknown),
     }
 
 
-def times(name: str, title: str, what: str) -> dict[str, Column]:
+def declare_times(name: str, title: str, description: str) -> dict[str, Column]:
     """Median, 95th percentile and maximum of a time."""
     return {
-        f"{name}_median_ns": Column("time", title, f"{what}, median"),
-        f"{name}_p95_ns": Column("time", "95 %", f"{what}, 95th percentile"),
-        f"{name}_max_ns": Column("time", "Max", f"{what}, longest"),
+        f"{name}_median_ns": Column("time", title, f"{description}, median"),
+        f"{name}_p95_ns": Column("time", "95 %", f"{description}, 95th percentile"),
+        f"{name}_max_ns": Column("time", "Max", f"{description}, longest"),
     }
 
 
@@ -175,28 +177,30 @@ NO_SIZE = "the recording does not say how many ranks communicate"
 NO_KIND = "neither the arguments nor the name of the kernel say what it does"
 NO_MESSAGE = "the recording does not say how much is sent"
 
-_ANY_CASE = "(?i)"
+_IGNORE_CASE_FLAG = "(?i)"
 # What means the same when its letters are put to lower case: no escape that a capital or a code point follows, no group
 # with flags or a name, no range but the usual ones (and no `[:upper:]`).
-_PLAIN = re.compile(
+_SIMPLE_PATTERN = re.compile(
     r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
 )
 
-_RECENT: dict[tuple[str, ...], list[tuple[pl.Series, list[pl.Series]]]] = {}  # for each patterns, two lists of names
-_LOWER: list[pl.Series] = []  # the names put to lower case last, and these
+_matches_cache: dict[
+    tuple[str, ...], list[tuple[pl.Series, list[pl.Series]]]
+] = {}  # for each patterns, two lists of names
+_lower_cache: list[pl.Series] = []  # the names put to lower case last, and these
 
 
 def _lower_case(names: pl.Series) -> pl.Series:
-    if not _LOWER or not _LOWER[0].equals(names):
-        _LOWER[:] = names, names.str.to_lowercase().alias("lower")
-    return _LOWER[1]
+    if not _lower_cache or not _lower_cache[0].equals(names):
+        _lower_cache[:] = names, names.str.to_lowercase().alias("lower")
+    return _lower_cache[1]
 
 
 @lru_cache(maxsize=256)
 def lower_ascii(pattern: str) -> str | None:
     """The expression that finds in names of lower case what `pattern` finds in any case; None where there is none."""
-    plain = pattern.isascii() and "[:" not in pattern and _PLAIN.fullmatch(pattern)
-    return pattern.lower() if plain else None
+    is_simple = pattern.isascii() and "[:" not in pattern and _SIMPLE_PATTERN.fullmatch(pattern)
+    return pattern.lower() if is_simple else None
 
 
 def contains(names: pl.Series, pattern: str) -> pl.Series:
@@ -208,18 +212,20 @@ def contains_any(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
     """The same for each of several regular expressions. Remembered: the next rank mostly has the names of this one, or
     where this one had more than the others, those of the rank before.
     """
-    recent = _RECENT.setdefault(tuple(patterns), [])
+    recent = _matches_cache.setdefault(tuple(patterns), [])
     for earlier, columns in recent:
         if earlier.equals(names):
             return columns
     frame = names.to_frame("name")
-    if any(pattern.startswith(_ANY_CASE) for pattern in patterns):
+    if any(pattern.startswith(_IGNORE_CASE_FLAG) for pattern in patterns):
         frame = frame.hstack([_lower_case(names)])
-    holds = [
-        pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(at))
-        for at, pattern in enumerate(patterns)
-        for low in (lower_ascii(pattern.removeprefix(_ANY_CASE)) if pattern.startswith(_ANY_CASE) else None,)
+    conditions = [
+        pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(index))
+        for index, pattern in enumerate(patterns)
+        for low in (
+            lower_ascii(pattern.removeprefix(_IGNORE_CASE_FLAG)) if pattern.startswith(_IGNORE_CASE_FLAG) else None,
+        )
     ]
-    columns = frame.select(holds).get_columns() if holds else []
+    columns = frame.select(conditions).get_columns() if conditions else []
     recent[:] = [(names, columns), *recent[:1]]
     return columns

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 from traceloom.system.files import restore_addresses
 
 NoticeSeverity = Literal["info", "warning", "error"]
-_ORDER = {"error": 0, "warning": 1, "info": 2}
+_SEVERITY_ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
 class NoticeFields(TypedDict):
@@ -58,9 +58,9 @@ class Notice:
         }
 
 
-def worst_first(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
+def sort_by_severity(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
     """Notices by severity, then by count; the order of equals is kept."""
-    return tuple(sorted(notices, key=lambda notice: (_ORDER[notice.severity], -notice.count)))
+    return tuple(sorted(notices, key=lambda notice: (_SEVERITY_ORDER[notice.severity], -notice.count)))
 
 
 Severity = Literal["high", "medium", "low"]
@@ -131,9 +131,9 @@ class HotFrame:
     rank_count: int = 1
 
     def __str__(self) -> str:
-        where = "" if self.file is None else f" ({self.file}:{self.line})"
+        location = "" if self.file is None else f" ({self.file}:{self.line})"
         mostly = "" if self.inside is None else f", mostly {self.inside}"
-        return f"{self.name}{where}{mostly}{self.of_ranks}"
+        return f"{self.name}{location}{mostly}{self.of_ranks}"
 
     @property
     def of_ranks(self) -> str:

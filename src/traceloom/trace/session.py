@@ -32,37 +32,37 @@ from traceloom.system import units
 from traceloom.system.files import read_small
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import Meta, Trace
 
-SAMPLES = schema(
+SAMPLES_SCHEMA = build_schema(
     "rank process thread thread_name time_ns period_ns stack",
     {"process": pl.Int64, "thread": pl.Int64, "stack": pl.List(pl.String)},
 )
-TELEMETRY = schema("host time_ns metric labels value unit kind", {"labels": pl.String, "unit": pl.String})
-ALLOCATIONS = schema(
+TELEMETRY_SCHEMA = build_schema("host time_ns metric labels value unit kind", {"labels": pl.String, "unit": pl.String})
+ALLOCATIONS_SCHEMA = build_schema(
     "rank process thread time_ns address bytes device_name allocated_bytes reserved_bytes",
     {"process": pl.Int64, "thread": pl.Int64, "address": pl.UInt64},
 )
 
 
-def empty_samples() -> pl.DataFrame:
+def make_empty_samples() -> pl.DataFrame:
     """Samples without rows."""
-    return pl.DataFrame(schema=SAMPLES)
+    return pl.DataFrame(schema=SAMPLES_SCHEMA)
 
 
-def no_telemetry() -> pl.DataFrame:
+def make_empty_telemetry() -> pl.DataFrame:
     """Telemetry without rows."""
-    return pl.DataFrame(schema=TELEMETRY)
+    return pl.DataFrame(schema=TELEMETRY_SCHEMA)
 
 
-def no_allocations() -> pl.DataFrame:
+def make_empty_allocations() -> pl.DataFrame:
     """Allocations without rows."""
-    return pl.DataFrame(schema=ALLOCATIONS)
+    return pl.DataFrame(schema=ALLOCATIONS_SCHEMA)
 
 
-_MOST_ROWS = 20  # of a notebook's table of ranks
+_MAX_HTML_ROWS = 20  # of a notebook's table of ranks
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Session:
     name: str
     capture: dict[str, Any] | None = None
     notices: tuple[Notice, ...] = ()
-    samples: pl.DataFrame = field(default_factory=empty_samples)
-    telemetry: pl.DataFrame = field(default_factory=no_telemetry)
-    allocations: pl.DataFrame = field(default_factory=no_allocations)
+    samples: pl.DataFrame = field(default_factory=make_empty_samples)
+    telemetry: pl.DataFrame = field(default_factory=make_empty_telemetry)
+    allocations: pl.DataFrame = field(default_factory=make_empty_allocations)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -108,7 +108,7 @@ class Session:
         return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
 
     @property
-    def recording_ratio(self) -> float | None:
+    def recording_overhead_ratio(self) -> float | None:
         """How much longer recorded steps take than unrecorded ones, the largest over the ranks; None where unknown."""
         parts = [(trace.meta.capture or {}).get("overhead") for trace in self.traces]
         ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
@@ -125,10 +125,10 @@ class Session:
             present = sorted({rank for rank in self.ranks if rank is not None})
             have = f"it has {', '.join(map(str, present))}" if present else "its traces do not say their ranks"
             raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
-        kept = tuple(trace for trace in self.traces if trace.rank in ranks)
-        of_ranks = pl.col("rank").is_in(ranks)
-        samples, allocations = self.samples.filter(of_ranks), self.allocations.filter(of_ranks)
-        return replace(self, traces=kept, samples=samples, allocations=allocations)
+        traces = tuple(trace for trace in self.traces if trace.rank in ranks)
+        is_selected = pl.col("rank").is_in(ranks)
+        samples, allocations = self.samples.filter(is_selected), self.allocations.filter(is_selected)
+        return replace(self, traces=traces, samples=samples, allocations=allocations)
 
     def all_notices(self) -> tuple[Notice, ...]:
         """The run's notices, then those of every rank."""
@@ -138,70 +138,76 @@ class Session:
         """Check every trace, and the frames beside them."""
         for trace in self.traces:
             trace.check()
-        for name, columns in (("samples", SAMPLES), ("telemetry", TELEMETRY), ("allocations", ALLOCATIONS)):
+        for name, schema in (
+            ("samples", SAMPLES_SCHEMA),
+            ("telemetry", TELEMETRY_SCHEMA),
+            ("allocations", ALLOCATIONS_SCHEMA),
+        ):
             frame: pl.DataFrame = getattr(self, name)
-            if frame.schema != columns:
-                raise broken("columns", f"frame {name} has {frame.schema}, expected {columns}")
+            if frame.schema != schema:
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {schema}")
         if (self.samples["period_ns"] < 0).any():
             raise broken("order", "stack samples have negative periods")
 
     @property
     def kernels(self) -> pl.DataFrame:
         """GPU work by name, of all ranks (`analyze.kernels`), first the column `rank`."""
-        return self._of_ranks("kernels", "kernels")
+        return self._concat_ranks("kernels", "kernels")
 
     @property
     def operators(self) -> pl.DataFrame:
         """Operators by name, of all ranks (`analyze.operators`), first the column `rank`."""
-        return self._of_ranks("operators", "operators")
+        return self._concat_ranks("operators", "operators")
 
     @property
     def steps(self) -> pl.DataFrame:
         """The steps of all ranks (`analyze.step_times`), first the column `rank`."""
-        return self._of_ranks("step_times", "steps")
+        return self._concat_ranks("step_times", "steps")
 
     @property
     def collectives(self) -> pl.DataFrame:
         """Every collective call of all ranks (`analyze.collectives`), first the column `rank`."""
-        return self._of_ranks("collectives", "calls")
+        return self._concat_ranks("collectives", "calls")
 
-    def _of_ranks(self, analysis: str, frame: str) -> pl.DataFrame:
+    def _concat_ranks(self, analysis: str, frame_name: str) -> pl.DataFrame:
         # Analyses import the model, not the other way round: they are looked up when somebody asks.
         analyze = importlib.import_module("traceloom.analyze")
         frames = []
         for trace in self.traces:
-            of_trace: pl.DataFrame = getattr(getattr(analyze, analysis)(trace), frame)
+            rank_frame: pl.DataFrame = getattr(getattr(analyze, analysis)(trace), frame_name)
             rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-            frames.append(of_trace.select(rank, pl.all().exclude("rank")))
+            frames.append(rank_frame.select(rank, pl.all().exclude("rank")))
         return pl.concat(frames)
 
     def __getattr__(self, name: str) -> NoReturn:
-        of_trace = name in Trace.__dataclass_fields__ or hasattr(Trace, name)
-        hint = f"; its traces have: session.traces[0].{name}" if of_trace else ""
+        is_trace_attribute = name in Trace.__dataclass_fields__ or hasattr(Trace, name)
+        hint = f"; its traces have: session.traces[0].{name}" if is_trace_attribute else ""
         raise AttributeError(f"a Session has no `{name}`{hint}")
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{'?' if trace.rank is None else trace.rank}</td><td>{units.count(trace.events.height)}</td>"
-            f"<td>{units.duration(trace.end_ns - trace.start_ns)}</td><td>{trace.steps.height}</td>"
+            f"<tr><td>{'?' if trace.rank is None else trace.rank}</td><td>{units.format_count(trace.events.height)}</td>"
+            f"<td>{units.format_duration(trace.end_ns - trace.start_ns)}</td><td>{trace.steps.height}</td>"
             f"<td style='text-align:left'>{escape(sanitize(trace.meta.path))}</td></tr>"
-            for trace in self.traces[:_MOST_ROWS]
+            for trace in self.traces[:_MAX_HTML_ROWS]
         )
-        more = f"<p>… and {len(self.traces) - _MOST_ROWS} more</p>" if len(self.traces) > _MOST_ROWS else ""
+        remainder = (
+            f"<p>… and {len(self.traces) - _MAX_HTML_ROWS} more</p>" if len(self.traces) > _MAX_HTML_ROWS else ""
+        )
         head = "".join(f"<th>{title}</th>" for title in ("rank", "events", "time", "steps", "file"))
-        return f"<p><b>{escape(sanitize(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{more}"
+        return f"<p><b>{escape(sanitize(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{remainder}"
 
     def __repr__(self) -> str:
         events = self.event_count
         return f"<Session {self.name}: {len(self.traces)} traces, {events:,} events>"
 
 
-WARM_UP = 3
+WARM_UP_STEPS = 3
 """Steps at the beginning of a run that stand for no other, as in `overhead` of capture.json."""
-_PLAIN = "unrecorded"
-_MOST_BYTES = 1 << 27  # of a file
-_FEW_BYTES = 1 << 24
-_MOST_EXPANSION = 100  # what is larger is cut, and read as nothing
+_UNRECORDED_STATE = "unrecorded"
+_MAX_TABLE_FILE_BYTES = 1 << 27  # of a file
+_MIN_DECOMPRESSION_LIMIT_BYTES = 1 << 24
+_MAX_COMPRESSION_RATIO = 100  # what is larger is cut, and read as nothing
 
 
 class RunSteps(NamedTuple):
@@ -218,42 +224,47 @@ class RunSteps(NamedTuple):
     ran_ns: list[int | None]
 
 
-def all_steps(meta: Meta) -> RunSteps | None:
+def read_run_steps(meta: Meta) -> RunSteps | None:
     """Every complete step of the run, from the first; None where it kept no such table, or an invalid one."""
-    table = captured_table(meta.capture, meta.path, "steps") or {}
+    table = read_capture_table(meta.capture, meta.path, "steps") or {}
     durations, states = table.get("duration_ns"), table.get("state")
     if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
         return None
-    if not all(isinstance(took, int) and 0 <= took < 1 << 53 for took in durations):
+    if not all(isinstance(duration, int) and 0 <= duration < 1 << 53 for duration in durations):
         return None
-    ran = table.get("cpu_ns")
-    ran = ran if isinstance(ran, list) and len(ran) == len(durations) else [None] * len(durations)
-    cpu_times = [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in ran]
+    cpu_column = table.get("cpu_ns")
+    cpu_column = (
+        cpu_column if isinstance(cpu_column, list) and len(cpu_column) == len(durations) else [None] * len(durations)
+    )
+    cpu_times = [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in cpu_column]
     return RunSteps(np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times)
 
 
-def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Steps after the warm-up that ran while nothing was recorded.
 
     Returns:
         Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no such table.
     """
-    table = captured_table(meta.capture, meta.path, "steps")
+    table = read_capture_table(meta.capture, meta.path, "steps")
     if table is None:
         return None
     durations, states = table.get("duration_ns"), table.get("state")
     if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
         return None
-    kept = [
-        (step, took)
-        for step, (took, state) in enumerate(zip(durations, states, strict=True))
-        if step >= WARM_UP and state == _PLAIN and isinstance(took, int) and 0 <= took < 1 << 62
+    unrecorded = [
+        (step, duration)
+        for step, (duration, state) in enumerate(zip(durations, states, strict=True))
+        if step >= WARM_UP_STEPS
+        and state == _UNRECORDED_STATE
+        and isinstance(duration, int)
+        and 0 <= duration < 1 << 62
     ]
-    columns = np.array(kept, dtype=np.int64).reshape(-1, 2)
+    columns = np.array(unrecorded, dtype=np.int64).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
 
 
-def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[str, Any] | None:
+def read_capture_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[str, Any] | None:
     """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long.
 
     Args:
@@ -270,9 +281,11 @@ def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[
     if Path(name).name != name:  # a name from a stranger's file never leaves the directory
         return None
     try:
-        data = read_small(Path(path).parent / name, _MOST_BYTES)
+        data = read_small(Path(path).parent / name, _MAX_TABLE_FILE_BYTES)
         if data[:2] == b"\x1f\x8b":
-            data = zlib.decompressobj(wbits=31).decompress(data, max(_FEW_BYTES, _MOST_EXPANSION * len(data)))
+            data = zlib.decompressobj(wbits=31).decompress(
+                data, max(_MIN_DECOMPRESSION_LIMIT_BYTES, _MAX_COMPRESSION_RATIO * len(data))
+            )
         columns: dict[str, Any] = msgspec.json.decode(data, type=dict)
     except (OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
@@ -290,72 +303,76 @@ class ThreadClock(Struct, frozen=True):
     time_ns: Ints
     ran_ns: Ints
 
-    def ran(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    def bound_cpu_time(self, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
         """How long the thread ran between two times, at least and at most, ns.
 
         The samples inside tell the least, those around them the most; where none is before or behind, the most is all.
 
         Args:
-            low: Beginnings, ns, shape (spans,).
-            high: Ends, not before them, ns, shape (spans,).
+            start_ns: Beginnings, ns, shape (spans,).
+            end_ns: Ends, not before them, ns, shape (spans,).
         """
         last = self.time_ns.size - 1
-        first_inside = np.searchsorted(self.time_ns, low, side="left")
-        last_inside = np.searchsorted(self.time_ns, high, side="right") - 1
-        inside = last_inside > first_inside
-        within = self.ran_ns[np.maximum(last_inside, 0)] - self.ran_ns[np.minimum(first_inside, last)]
-        least = np.minimum(np.where(inside, within, 0), high - low)
-        before = np.searchsorted(self.time_ns, low, side="right") - 1
-        behind = np.searchsorted(self.time_ns, high, side="left")
-        around = self.ran_ns[np.minimum(behind, last)] - self.ran_ns[np.maximum(before, 0)]
-        most = np.where((before >= 0) & (behind <= last), np.minimum(around, high - low), high - low)
-        return least, np.maximum(most, least)
+        first_inside = np.searchsorted(self.time_ns, start_ns, side="left")
+        last_inside = np.searchsorted(self.time_ns, end_ns, side="right") - 1
+        has_inner_samples = last_inside > first_inside
+        inner_cpu_ns = self.ran_ns[np.maximum(last_inside, 0)] - self.ran_ns[np.minimum(first_inside, last)]
+        lower_bound = np.minimum(np.where(has_inner_samples, inner_cpu_ns, 0), end_ns - start_ns)
+        before = np.searchsorted(self.time_ns, start_ns, side="right") - 1
+        after = np.searchsorted(self.time_ns, end_ns, side="left")
+        outer_cpu_ns = self.ran_ns[np.minimum(after, last)] - self.ran_ns[np.maximum(before, 0)]
+        upper_bound = np.where(
+            (before >= 0) & (after <= last), np.minimum(outer_cpu_ns, end_ns - start_ns), end_ns - start_ns
+        )
+        return lower_bound, np.maximum(upper_bound, lower_bound)
 
 
-def thread_samples(meta: Meta) -> dict[str, ThreadClock]:
+def read_thread_clocks(meta: Meta) -> dict[str, ThreadClock]:
     """The samples of each thread with at least two, by the system's thread id; none where nobody took any."""
-    return samples_of(meta.capture, meta.path)
+    return parse_thread_clocks(meta.capture, meta.path)
 
 
-def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:
+def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:
     """The same from a rank's part of capture.json, and the path of its trace."""
-    table = captured_table(capture, path, "thread_cpu") or {}
+    table = read_capture_table(capture, path, "thread_cpu") or {}
     columns = [table.get(name) for name in ("thread", "time_ns", "cpu_ns")]
     lists = [column for column in columns if isinstance(column, list)]
     if len(lists) < len(columns) or len({len(column) for column in lists}) != 1:
         return {}
     if not all(isinstance(value, int) and 0 <= value < 1 << 62 for column in lists for value in column):
         return {}
-    thread, time, ran = (np.array(column, dtype=np.int64) for column in lists)
+    thread, time, cpu = (np.array(column, dtype=np.int64) for column in lists)
     order = np.lexsort((time, thread))
-    thread, time, ran = thread[order], time[order], ran[order]
+    thread, time, cpu = thread[order], time[order], cpu[order]
     bounds = np.flatnonzero(np.diff(thread)) + 1
-    parts = zip(*(np.split(column, bounds) for column in (thread, time, ran)), strict=True)
+    parts = zip(*(np.split(column, bounds) for column in (thread, time, cpu)), strict=True)
     return {
-        str(threads[0]): ThreadClock(times, np.maximum.accumulate(ran_ns))
-        for threads, times, ran_ns in parts
+        str(threads[0]): ThreadClock(times, np.maximum.accumulate(cpu_times))
+        for threads, times, cpu_times in parts
         if threads.size > 1
     }
 
 
-ACTIONS = (
+SNAPSHOT_ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
     "oom", "snapshot", "user_defined",
 )  # fmt: skip
-ENTRIES = schema("device action address bytes time_us stack", {"action": pl.Enum(ACTIONS), "stack": pl.Int32})
+SNAPSHOT_ENTRIES_SCHEMA = build_schema(
+    "device action address bytes time_us stack", {"action": pl.Enum(SNAPSHOT_ACTIONS), "stack": pl.Int32}
+)
 """`address` of an oom: the bytes that were free on the device; `time_us`: Unix time, null in snapshots of older
 versions; `stack`: of `stacks`, 0 is none."""
-SEGMENTS = schema("device address bytes stream")
-BLOCKS = schema("device segment address bytes requested_bytes state stack", {"stack": pl.Int32})
+SNAPSHOT_SEGMENTS_SCHEMA = build_schema("device address bytes stream")
+SNAPSHOT_BLOCKS_SCHEMA = build_schema("device segment address bytes requested_bytes state stack", {"stack": pl.Int32})
 """`segment`: row of `segments`; `state`: active_allocated, active_pending_free (or active_awaiting_free), inactive."""
-_BETWEEN = " < "
+_FRAME_SEPARATOR = " < "
 
-Frame = tuple[str, int, str]
+StackFrame = tuple[str, int, str]
 """File, line, function."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MemorySnapshot:
     """A snapshot.
 
     Attributes:
@@ -372,26 +389,28 @@ class Snapshot:
     entries: pl.DataFrame
     segments: pl.DataFrame
     blocks: pl.DataFrame
-    stacks: tuple[tuple[Frame, ...], ...]
+    stacks: tuple[tuple[StackFrame, ...], ...]
     notices: tuple[Notice, ...] = ()
     device_type: str = "cuda"
 
 
-def frame_text(frame: Sequence[Any]) -> str:
+def format_frame(frame: Sequence[Any]) -> str:
     """`file(line): function`, as frames read in traces."""
     file, line, name = frame
     return f"{file}({line}): {name}" if file and file != "??" else str(name)
 
 
-def is_python(frame: Frame) -> bool:
+def is_python_frame(frame: StackFrame) -> bool:
     """Whether a frame is one of Python, not of C++."""
     return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
 
 
-def stack_texts(snapshot: Snapshot) -> pl.Series:
+def format_stacks(snapshot: MemorySnapshot) -> pl.Series:
     """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
     texts = []
     for stack in snapshot.stacks:
-        shown = [frame_text(frame) for frame in stack if is_python(frame)] or [frame_text(frame) for frame in stack]
-        texts.append(_BETWEEN.join(shown) or None)
+        frames = [format_frame(frame) for frame in stack if is_python_frame(frame)] or [
+            format_frame(frame) for frame in stack
+        ]
+        texts.append(_FRAME_SEPARATOR.join(frames) or None)
     return pl.Series(texts, dtype=pl.String)

@@ -38,13 +38,13 @@ from traceloom.trace.arrays import is_large
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, Meta, Trace
 
-_HEAD = "trace.json"
-_FORMAT = 2
-_PIECE = 1 << 20
-PART = 1 << 20  # rows of a very large frame that are read at once
+_HEADER_FILE = "trace.json"
+_FORMAT_VERSION = 2
+_CHUNK_BYTES = 1 << 20
+PART_ROWS = 1 << 20  # rows of a very large frame that are read at once
 
 
-class _Head(Struct):
+class _TraceHeader(Struct):
     """What `trace.json` holds; `files` are bytes and checksum of each frame's file."""
 
     version: int
@@ -54,63 +54,63 @@ class _Head(Struct):
     files: dict[str, tuple[int, int]]
 
 
-def save(trace: Trace, folder: Path, *, kept: bool = True) -> None:
+def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
     """Write a trace into an existing folder; the head comes last, so that a folder with a head is whole.
 
     Args:
         trace: The trace.
-        folder: Where to.
-        kept: It is compressed, and has checksums; else it is read back at once, and gone.
+        directory: Where to.
+        permanent: It is compressed, and has checksums; else it is read back at once, and gone.
     """
     rows = {name: frame.height for name, frame in trace.frames().items()}
     files = {}
     for name, frame in trace.frames().items():
         if frame.height:
-            file = folder / f"{name}.arrow"
-            frame.write_ipc(file, compression="lz4" if kept else "uncompressed")
-            if kept:
-                files[name] = _checksum(file)
+            file = directory / f"{name}.arrow"
+            frame.write_ipc(file, compression="lz4" if permanent else "uncompressed")
+            if permanent:
+                files[name] = _compute_checksum(file)
     head = {
-        "version": _FORMAT,
+        "version": _FORMAT_VERSION,
         "meta": asdict(trace.meta),
         "notices": [asdict(notice) for notice in trace.notices],
         "rows": rows,
         "files": files,
     }
     text = json.dumps(head).encode()
-    (folder / _HEAD).write_bytes(text + b"\n%08x" % crc32(text))
+    (directory / _HEADER_FILE).write_bytes(text + b"\n%08x" % crc32(text))
 
 
-def load_trace(folder: Path, *, kept: bool = True) -> Trace:
+def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
     """Read a trace back.
 
     Args:
-        folder: Where it is.
-        kept: Anything may have happened to it since it was written: look at all checksums.
+        directory: Where it is.
+        permanent: Anything may have happened to it since it was written: look at all checksums.
 
     Raises:
         Exception: The folder is not whole, or damaged.
     """
-    with open_regular(folder / _HEAD) as file:
+    with open_regular(directory / _HEADER_FILE) as file:
         text, _, checksum = file.read().rpartition(b"\n")
     if checksum != b"%08x" % crc32(text):
         raise ValueError("the head is not as it was written")
     values = json.loads(text)
-    if kept:
-        head = msgspec.convert(values, _Head)
+    if permanent:
+        head = msgspec.convert(values, _TraceHeader)
         for name in head.rows.keys() & SCHEMAS.keys():
-            if head.rows[name] and _checksum(folder / f"{name}.arrow") != head.files[name]:
+            if head.rows[name] and _compute_checksum(directory / f"{name}.arrow") != head.files[name]:
                 raise ValueError(f"frame {name} is not as it was written")
     else:
         notices = [Notice(**notice) for notice in values["notices"]]
-        head = _Head(values["version"], Meta(**values["meta"]), notices, values["rows"], {})
-    if head.version != _FORMAT:
-        raise ValueError(f"format {head.version} is not {_FORMAT}")
+        head = _TraceHeader(values["version"], Meta(**values["meta"]), notices, values["rows"], {})
+    if head.version != _FORMAT_VERSION:
+        raise ValueError(f"format {head.version} is not {_FORMAT_VERSION}")
     rows = {name: count for name, count in head.rows.items() if count and name in SCHEMAS}
-    if head.meta.file_bytes >= mapped_arrays.SPILL_BYTES:
-        frames = {name: _frame_on_disk(folder, name, count) for name, count in rows.items()}
+    if head.meta.file_bytes >= mapped_arrays.MIN_SPILL_BYTES:
+        frames = {name: _load_mapped_frame(directory, name, count) for name, count in rows.items()}
     else:  # all at once, which takes half as long as one after the other
-        read = pl.collect_all([pl.scan_ipc(folder / f"{name}.arrow") for name in rows])
+        read = pl.collect_all([pl.scan_ipc(directory / f"{name}.arrow") for name in rows])
         frames = dict(zip(rows, read, strict=True))
         for name, frame in frames.items():
             if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
@@ -119,39 +119,41 @@ def load_trace(folder: Path, *, kept: bool = True) -> Trace:
     return Trace(meta=head.meta, notices=tuple(head.notices), **(empty | frames))
 
 
-def _checksum(path: Path) -> tuple[int, int]:
+def _compute_checksum(path: Path) -> tuple[int, int]:
     """Bytes of a file, and a checksum of them."""
     size = checksum = 0
     with open_regular(path) as file:
-        while piece := file.read(_PIECE):
-            size, checksum = size + len(piece), crc32(piece, checksum)
+        while chunk := file.read(_CHUNK_BYTES):
+            size, checksum = size + len(chunk), crc32(chunk, checksum)
     return size, checksum
 
 
-def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:
+def _load_mapped_frame(directory: Path, name: str, rows: int) -> pl.DataFrame:
     """One frame, column by column and part by part into files of this process."""
-    stored = pl.scan_ipc(folder / f"{name}.arrow")
+    stored = pl.scan_ipc(directory / f"{name}.arrow")
     schema = stored.collect_schema()
     if schema != SCHEMAS[name] or stored.select(pl.len()).collect().item() != rows:
         raise ValueError(f"frame {name} is not as its head says")
 
     def parts(column: str) -> Iterator[pl.Series]:
-        for low in range(0, rows, PART):
-            yield stored.select(column).slice(low, PART).collect()[column]
+        for low in range(0, rows, PART_ROWS):
+            yield stored.select(column).slice(low, PART_ROWS).collect()[column]
 
-    columns = [arrays.gathered(schema[column], rows, partial(parts, column)).alias(column) for column in schema]
+    columns = [
+        arrays.build_mapped_column(schema[column], rows, partial(parts, column)).alias(column) for column in schema
+    ]
     return pl.DataFrame(columns)
 
 
 T = TypeVar("T")
 _HEADER = "header.json"
-_HEADER_BYTES = 1 << 26
+_MAX_HEADER_BYTES = 1 << 26
 # Parquet is compressed already, so a zip makes nothing of ours smaller; whoever zips it anew gains little.
-_MOST_UNZIPPED = 20
+_MAX_EXPANSION = 20
 # A row takes tens of bytes in memory and at least some in the file, even where every column repeats itself.
-_MOST_ROWS_PER_BYTE = 50
-_FEW_ROWS = 1_000_000
-_DAMAGE = (
+_MAX_ROWS_PER_BYTE = 50
+_MAX_SMALL_ROWS = 1_000_000
+_DAMAGE_ERRORS = (
     OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error, InvariantError,
     msgspec.ValidationError,
     # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
@@ -187,7 +189,7 @@ class ArchiveFormat(Struct, frozen=True):
 
     def pack(self, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], handle: BinaryIO) -> None:
         """Write an archive into an open file."""
-        whole = {
+        complete_header = {
             "format": self.format,
             "version": self.version,
             "traceloom": __version__,
@@ -195,11 +197,11 @@ class ArchiveFormat(Struct, frozen=True):
             "rows": {name: frame.height for name, frame in frames.items()},
         }
         with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, _HEADER, lambda member: member.write(json.dumps(whole, indent=1).encode()))
+            _add(archive, _HEADER, lambda member: member.write(json.dumps(complete_header, indent=1).encode()))
             for name, frame in frames.items():
                 enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
-                plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
-                _add(archive, f"{name}.parquet", plain.write_parquet)
+                without_enums = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
+                _add(archive, f"{name}.parquet", without_enums.write_parquet)
 
     def save(
         self, path: str | Path, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], *, force: bool = False
@@ -221,8 +223,8 @@ class ArchiveFormat(Struct, frozen=True):
         Raises:
             InputError: `unreadable`; `other-version`; the slugs of the format.
         """
-        where = str(path)
-        another = f"this is a zip archive, but not a saved {self.noun}"
+        location = str(path)
+        mismatch_message = f"this is a zip archive, but not a saved {self.noun}"
         try:
             handle = files.open_input(path)
         except OSError as error:
@@ -231,12 +233,12 @@ class ArchiveFormat(Struct, frozen=True):
             with handle, zipfile.ZipFile(handle) as archive:
                 members = archive.namelist()
                 if _HEADER not in members:
-                    raise InputError(another, slug=self.another_slug, where=where)
-                header, _ = clean_json(json.loads(_member(archive, _HEADER, _HEADER_BYTES)))
+                    raise InputError(mismatch_message, slug=self.another_slug, where=location)
+                header, _ = clean_json(json.loads(_read_member(archive, _HEADER, _MAX_HEADER_BYTES)))
                 if not isinstance(header, dict) or header.get("format") != self.format:
-                    raise InputError(another, slug=self.another_slug, where=where)
+                    raise InputError(mismatch_message, slug=self.another_slug, where=location)
                 if header.get("version") != self.version:
-                    raise other_version(self.noun, header.get("version"), self.version, where)
+                    raise other_version(self.noun, header.get("version"), self.version, location)
                 expected = {_HEADER, *(f"{name}.parquet" for name in self.schemas)}
                 if strange := sorted(set(members) - expected):
                     raise ValueError(f"it holds `{strange[0]}`, which no {self.noun} has")
@@ -250,28 +252,28 @@ class ArchiveFormat(Struct, frozen=True):
             with Path(path).open("rb") as opened:
                 cut = opened.read(4) == b"PK\x03\x04"
             if cut:
-                raise self._damaged("its end is missing, or it was changed", where) from error
+                raise self._damaged("its end is missing, or it was changed", location) from error
             text = f"this is not a saved {self.noun}"
             hint = f"a {self.noun} is a zip archive"
-            raise InputError(text, slug=self.another_slug, where=where, hint=hint) from error
-        except _DAMAGE as error:
-            raise self._damaged(next(iter(str(error).splitlines()), type(error).__name__), where) from error
+            raise InputError(text, slug=self.another_slug, where=location, hint=hint) from error
+        except _DAMAGE_ERRORS as error:
+            raise self._damaged(next(iter(str(error).splitlines()), type(error).__name__), location) from error
 
     def holds(self, path: Path) -> bool:
         """Whether a file is such an archive, by its content."""
         try:
             with files.open_input(path) as handle, zipfile.ZipFile(handle) as archive:
-                header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
+                header = json.loads(_read_member(archive, _HEADER, _MAX_HEADER_BYTES))
         except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error):
             return False
         return isinstance(header, dict) and header.get("format") == self.format
 
     def _frame(self, archive: zipfile.ZipFile, name: str, rows: int) -> pl.DataFrame:
-        data = _member(archive, f"{name}.parquet", 1 << 40)
+        data = _read_member(archive, f"{name}.parquet", 1 << 40)
         height = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
         if height != rows:
             raise ValueError(f"`{name}` has {height:,} rows, its header says {rows!r}")
-        if height > max(_FEW_ROWS, len(data) * _MOST_ROWS_PER_BYTE):
+        if height > max(_MAX_SMALL_ROWS, len(data) * _MAX_ROWS_PER_BYTE):
             raise ValueError(f"`{name}` claims {height:,} rows in {len(data):,} bytes")
         frame = pl.read_parquet(io.BytesIO(data))
         schema = self.schemas[name]
@@ -285,9 +287,9 @@ class ArchiveFormat(Struct, frozen=True):
             raise ValueError(f"column `{empty}` of `{name}` has rows without a value")
         return frame.cast(schema)
 
-    def _damaged(self, why: str, where: str) -> InputError:
-        text = f"the saved {self.noun} is damaged: {why}"
-        return InputError(text, slug=self.damaged_slug, where=where, hint=self.hint)
+    def _damaged(self, reason: str, location: str) -> InputError:
+        text = f"the saved {self.noun} is damaged: {reason}"
+        return InputError(text, slug=self.damaged_slug, where=location, hint=self.hint)
 
 
 def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:
@@ -297,10 +299,10 @@ def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], An
     archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), member.getbuffer())
 
 
-def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+def _read_member(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
     """A part of the archive, never more bytes than it says and than is credible."""
     info = archive.getinfo(name)
-    if info.file_size > min(most, info.compress_size * _MOST_UNZIPPED + _HEADER_BYTES // 64):
+    if info.file_size > min(max_bytes, info.compress_size * _MAX_EXPANSION + _MAX_HEADER_BYTES // 64):
         raise ValueError(f"`{name}` claims {info.file_size:,} bytes, made of {info.compress_size:,}")
     return archive.read(info)
 
@@ -310,15 +312,15 @@ class _HasFrames(Protocol):
 
 
 F = TypeVar("F", bound=_HasFrames)
-SESSION_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
-_BLOCK = 64 << 20
-_ALIGNED = 64
-_LEAST_ROWS = 1024  # of a frame; smaller ones stay in memory
+MAX_IN_MEMORY_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
+_BLOCK_BYTES = 64 << 20
+_ALIGNMENT = 64
+_MIN_ROWS = 1024  # of a frame; smaller ones stay in memory
 
 
 def is_large_session(traces: Iterable[Trace]) -> bool:
     """Whether traces together are so large that what is made of each is kept in files."""
-    return sum(trace.meta.file_bytes for trace in traces) > SESSION_BYTES
+    return sum(trace.meta.file_bytes for trace in traces) > MAX_IN_MEMORY_BYTES
 
 
 class MappedFiles:
@@ -338,7 +340,7 @@ class MappedFiles:
         """
         with self._lock:
             self._text += trace.meta.file_bytes
-            if self._text <= SESSION_BYTES or is_large(trace):
+            if self._text <= MAX_IN_MEMORY_BYTES or is_large(trace):
                 return trace
             return self.park(trace)
 
@@ -368,7 +370,7 @@ class MappedFiles:
         Raises:
             InputError: `no-space`: the disk is full.
         """
-        if frame.height < _LEAST_ROWS:
+        if frame.height < _MIN_ROWS:
             return frame
         return pl.DataFrame([self._column(frame[column]) for column in frame.columns])
 
@@ -383,15 +385,15 @@ class MappedFiles:
             codes = series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
             table = arrays.TextTable(distinct.to_list())
             return table.column(codes, self._kept).alias(series.name) if table.fits else series
-        kind = arrays.arrow_name(series.dtype)
+        kind = arrays.get_arrow_name(series.dtype)
         if kind is None:
             return series
         present = series.is_not_null()
         data = self._kept(series.fill_null(0).to_numpy().astype(kind, copy=False))
         if present.all():
             return pl.Series(series.name, data)
-        bits = self._kept(np.packbits(present.to_numpy(), bitorder="little"))
-        return arrays.series(kind, len(data), [bits, data]).alias(series.name)
+        validity = self._kept(np.packbits(present.to_numpy(), bitorder="little"))
+        return arrays.wrap_arrow_buffers(kind, len(data), [validity, data]).alias(series.name)
 
     def _kept(self, values: Array) -> Array:
         """A copy of the values in a file."""
@@ -399,9 +401,9 @@ class MappedFiles:
         if not size:
             return values
         if self._block is None or self._used + size > len(self._block):
-            self._block = mapped_arrays.new_block(max(_BLOCK, size))
+            self._block = mapped_arrays.allocate_block(max(_BLOCK_BYTES, size))
             self._used = 0
         copy = np.frombuffer(self._block, dtype=values.dtype, count=len(values), offset=self._used)
         copy[:] = values
-        self._used += -(-size // _ALIGNED) * _ALIGNED
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return copy

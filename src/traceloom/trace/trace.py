@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.errors import broken
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.vocabulary import CATEGORIES, GPU_WORK
 
@@ -32,9 +32,9 @@ class DeferredFrame:
 
     __slots__ = ("_frame", "_kept", "_make")
 
-    def __init__(self, make: Callable[..., pl.DataFrame], *kept: Any) -> None:
+    def __init__(self, make: Callable[..., pl.DataFrame], *arguments: Any) -> None:
         self._make = make
-        self._kept = kept
+        self._kept = arguments
         self._frame: pl.DataFrame | None = None
 
     def frame(self) -> pl.DataFrame:
@@ -60,71 +60,71 @@ SCHEMAS: dict[str, pl.Schema] = {
     # lane, `depth` 0 the outermost there; `op` the innermost op around a launch, of GPU work around its launch;
     # `launch` the runtime or driver call that submitted GPU work. `step` is that of the host time at the start, of GPU
     # work that of its launch.
-    "events": schema(
+    "events": build_schema(
         "event name category start_ns duration_ns nested_end_ns lane process thread device stream correlation",
         "external_id record_function_id sequence forward_thread parent depth op launch step",
         {"category": CategoryType, "process": pl.Int64, "thread": pl.Int64, "forward_thread": pl.Int64, "op": Event},
     ),
     # Process and thread as in the file; the name is what to show: "main thread", "autograd 12", "stream 7". `busy_ns`
     # is the union of the lane's events.
-    "lanes": schema(
+    "lanes": build_schema(
         "lane kind process thread device stream name events busy_ns",
         {"kind": pl.Enum(["host", "device", "device_annotation", "device_sync", "other"]), "events": pl.UInt32},
     ),
     # A name is null where the file leaves it empty; used devices have GPU work in this trace.
-    "devices": schema("device name memory_bytes multiprocessors compute_capability used"),
+    "devices": build_schema("device name memory_bytes multiprocessors compute_capability used"),
     # The ranks are null where the file cut the list.
-    "groups": schema("group description backend size ranks", {"ranks": pl.List(pl.Int32)}),
+    "groups": build_schema("group description backend size ranks", {"ranks": pl.List(pl.Int32)}),
     # `step` is the number in the name, unique here and ascending; it ends with the start of the next one, the last with
     # its own span. It is not complete where the recording cuts it off.
-    "steps": schema(
+    "steps": build_schema(
         "step name start_ns end_ns evidence complete",
         {"evidence": pl.Enum(["profiler-step", "mark", "annotation", "request"])},
     ),
     # `event` is the op, annotation or kernel it is about; kind: all_reduce, all_gather, reduce_scatter, all_to_all,
     # broadcast, send, ...; ranks as recorded (may be cut); bytes are null where the element type is unknown; `peer` is
     # the root, source or destination.
-    "collectives": schema(
+    "collectives": build_schema(
         "event kind group group_size ranks element_type in_elements out_elements in_bytes out_bytes sequence peer",
         "in_splits out_splits asynchronous",
         {"ranks": pl.String},
     ),
     # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown; memory: pageable, pinned, device, ...
-    "copies": schema("event kind bytes source_memory target_memory"),
+    "copies": build_schema("event kind bytes source_memory target_memory"),
     # One row per kernel of which the profiler says how it fills the device; its occupancy is estimated.
-    "kernels": schema("event blocks_per_sm warps_per_sm occupancy_percent"),
+    "kernels": build_schema("event blocks_per_sm warps_per_sm occupancy_percent"),
     # kind as recorded: Context Sync, Stream Sync, Event Sync, Stream Wait Event; the correlation is that of the awaited
     # event record.
-    "syncs": schema("event kind stream awaited_stream record_correlation event_id"),
+    "syncs": build_schema("event kind stream awaited_stream record_correlation event_id"),
     # `flow` is the id in the file; source and target are null where the start or the end of the arrow hits no event.
-    "flows": schema(
+    "flows": build_schema(
         "kind flow source target",
         {"kind": pl.Enum(["launch", "forward-backward", "other"]), "source": Event, "target": Event},
     ),
     # `module_id`: of nn.Module calls.
-    "python": schema("event python_id python_parent module_id", {"python_parent": pl.Int64}),
+    "python": build_schema("event python_id python_parent module_id", {"python_parent": pl.Int64}),
     # One row per op that has shapes; the lists as JSON text, one entry per input.
-    "tensors": schema("event shapes types strides concrete"),
+    "tensors": build_schema("event shapes types strides concrete"),
     # Negative bytes are a free; device_type: cpu, cuda, hip, xpu, mtia, ...; `allocated_bytes` is the allocator's own
     # running total, `op` the innermost op on that thread at that time.
-    "allocations": schema(
+    "allocations": build_schema(
         "time_ns address bytes device_type device allocated_bytes reserved_bytes process thread op step",
         {"address": pl.UInt64, "process": pl.Int64, "thread": pl.Int64, "op": Event},
     ),
-    "counters": schema("time_ns process name key value"),
-    "marks": schema("time_ns name process thread bytes"),
+    "counters": build_schema("time_ns process name key value"),
+    "marks": build_schema("time_ns name process thread bytes"),
     # The range of bytes of the event in the (decompressed) file.
-    "sources": schema("event offset length", {"length": pl.Int32}),
+    "sources": build_schema("event offset length", {"length": pl.Int32}),
 }
 
 
 @cache
-def empty(name: str) -> pl.DataFrame:
+def make_empty_frame(name: str) -> pl.DataFrame:
     """The frame `name` without rows."""
     return pl.DataFrame(schema=SCHEMAS[name])
 
 
-_SLICE = 1 << 20  # rows added up at once, since a sum as long as a very large trace would lie in memory
+_SLICE_ROWS = 1 << 20  # rows added up at once, since a sum as long as a very large trace would lie in memory
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,10 @@ class Trace:
 
     def __post_init__(self) -> None:
         """Set the frames apart that are made later."""
-        own = self.__dict__
-        own["_waiting"] = {name: own.pop(name) for name in list(own) if isinstance(own[name], DeferredFrame)}
+        attributes = self.__dict__
+        attributes["_waiting"] = {
+            name: attributes.pop(name) for name in list(attributes) if isinstance(attributes[name], DeferredFrame)
+        }
 
     if not TYPE_CHECKING:
 
@@ -222,10 +224,11 @@ class Trace:
         if not self.events.height:
             return 0
         spans = self.events.select("start_ns", "duration_ns")
-        ends = (
-            (part["start_ns"] + part["duration_ns"].clip(lower_bound=0)).max() for part in spans.iter_slices(_SLICE)
+        slice_ends = (
+            (part["start_ns"] + part["duration_ns"].clip(lower_bound=0)).max()
+            for part in spans.iter_slices(_SLICE_ROWS)
         )
-        return max(int(end) for end in ends)  # type: ignore[arg-type]
+        return max(int(end) for end in slice_ends)  # type: ignore[arg-type]
 
     def frames(self) -> dict[str, pl.DataFrame]:
         """All frames by name."""
@@ -263,9 +266,9 @@ class Trace:
         parent = events["parent"].drop_nulls().to_numpy()
         lane = events["lane"].to_numpy()
         depth = events["depth"].to_numpy().astype(np.int64)
-        outside = (start[child] < start[parent]) | (end[child] > end[parent]) | (lane[child] != lane[parent])
-        if outside.any():
-            raise broken("nesting", f"{int(outside.sum())} events lie outside their parents")
+        is_outside = (start[child] < start[parent]) | (end[child] > end[parent]) | (lane[child] != lane[parent])
+        if is_outside.any():
+            raise broken("nesting", f"{int(is_outside.sum())} events lie outside their parents")
         if (depth[child] != depth[parent] + 1).any() or depth[~has_parent].any():
             raise broken("nesting", "depths do not follow the parents")
         self_ns = end - start
@@ -273,14 +276,14 @@ class Trace:
         if (self_ns < 0).any():
             raise broken("self-time", f"{int((self_ns < 0).sum())} events have negative self time")
         kinds = self.lanes.select("lane", "kind", "busy_ns")
-        by_lane = (
+        lane_times = (
             pl.DataFrame({"lane": events["lane"], "self_ns": self_ns})
             .group_by("lane")
             .agg(pl.col("self_ns").sum())
             .join(kinds, on="lane")
             .filter(pl.col("kind").is_in(["host", "other"]))
         )
-        wrong = by_lane.filter(pl.col("self_ns") != pl.col("busy_ns"))
+        wrong = lane_times.filter(pl.col("self_ns") != pl.col("busy_ns"))
         if wrong.height:
             raise broken("self-time", f"self times of {wrong.height} lanes do not add up to their busy time")
         for column, allowed in (("op", ["op"]), ("launch", ["runtime", "driver"])):
@@ -297,13 +300,13 @@ class Trace:
 # One row per node, ascending by id, which is the order in which the ops began. `id` is that in the host trace; record
 # function 0 and autograd sequence -1 in the file are null here. Threads have PyTorch's own numbers: 1, 2, 3. Inputs and
 # outputs are lists as JSON text, `attributes` every other attribute of the node, as a JSON object.
-HOST_OPS = schema(
+HOST_OPS = build_schema(
     "id name parent forward_parent record_function_id sequence scope thread forward_thread schema inputs",
     "input_shapes input_types outputs output_shapes output_types attributes",
     dict.fromkeys(("parent", "forward_parent", "thread", "forward_thread"), pl.Int64),
 )
 # Nodes that stand for a process or a thread; the first word in brackets is always PyTorch's.
-_ROOT = r"^\[pytorch\|profiler\|execution_(?:trace|graph)\|(?:process|thread)\]$"
+_ROOT_PATTERN = r"^\[pytorch\|profiler\|execution_(?:trace|graph)\|(?:process|thread)\]$"
 GROUP_LIST = "## process_group:init ##"
 
 
@@ -337,7 +340,7 @@ class HostTrace:
 
     def roots(self) -> pl.Series:
         """Which nodes stand for a process or a thread, not for an op; Boolean, one per row of `ops`."""
-        return self.ops["name"].str.contains(_ROOT).fill_null(value=False).alias("root")
+        return self.ops["name"].str.contains(_ROOT_PATTERN).fill_null(value=False).alias("root")
 
     def __repr__(self) -> str:
         rank = "?" if self.rank is None else self.rank

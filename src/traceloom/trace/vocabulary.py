@@ -84,10 +84,10 @@ FROM_COMMAND = {
     "event_wait": COMMAND,
 }
 
-_ARROW = re.compile(r"\((.+?)\s*->\s*(.+?)\)")
-_SHORT = re.compile(r"\b([HDPM])(?:to|2)([HDPM])\b", re.IGNORECASE)
-_LONG = re.compile(r"(host|device|peer|memory)_?to_?(host|device|peer|memory)", re.IGNORECASE)
-_LETTER = {"h": "H", "d": "D", "p": "P", "m": "H"}  # XPU calls the host's side "memory"
+_ARROW_PATTERN = re.compile(r"\((.+?)\s*->\s*(.+?)\)")
+_SHORT_PATTERN = re.compile(r"\b([HDPM])(?:to|2)([HDPM])\b", re.IGNORECASE)
+_LONG_PATTERN = re.compile(r"(host|device|peer|memory)_?to_?(host|device|peer|memory)", re.IGNORECASE)
+_KIND_LETTERS = {"h": "H", "d": "D", "p": "P", "m": "H"}  # XPU calls the host's side "memory"
 _CUPTI_KINDS = {"1": "HtoD", "2": "DtoH", "8": "DtoD", "9": "HtoH", "10": "PtoP"}
 _CUPTI_MEMORY = {"1": "pageable", "2": "pinned", "3": "device", "4": "array", "5": "managed"}
 
@@ -102,23 +102,25 @@ def copy_kind(name: str, argument: str | None = None) -> str:
     for text in (argument or "", name):
         if text in _CUPTI_KINDS:
             return _CUPTI_KINDS[text]
-        match = _SHORT.search(text) or _LONG.search(text)
+        match = _SHORT_PATTERN.search(text) or _LONG_PATTERN.search(text)
         if match:
-            return f"{_LETTER[match.group(1)[0].lower()]}to{_LETTER[match.group(2)[0].lower()]}"
+            return f"{_KIND_LETTERS[match.group(1)[0].lower()]}to{_KIND_LETTERS[match.group(2)[0].lower()]}"
     if re.search(r"memset|fill", name, re.IGNORECASE):
         return "fill"
     return "DtoD" if "__amd_rocclr_copyBuffer" in name else "unknown"
 
 
-def memory_kinds(name: str, source: str | None = None, target: str | None = None) -> tuple[str | None, str | None]:
+def parse_memory_kinds(
+    name: str, source: str | None = None, target: str | None = None
+) -> tuple[str | None, str | None]:
     """The kinds of memory a copy reads and writes: pageable, pinned, device ...; None where it is not said."""
-    arrow = _ARROW.search(name)
+    arrow = _ARROW_PATTERN.search(name)
     if arrow:
         return arrow.group(1).lower(), arrow.group(2).lower()
-    return _memory(source), _memory(target)
+    return _parse_memory_kind(source), _parse_memory_kind(target)
 
 
-def _memory(argument: str | None) -> str | None:
+def _parse_memory_kind(argument: str | None) -> str | None:
     if argument is None:
         return None
     return _CUPTI_MEMORY.get(argument, argument.lower() if not argument.isdigit() else None)

@@ -60,8 +60,8 @@ class Schedule:
     def check(self) -> None:
         """Raise InvariantError where a message leaves the group, goes nowhere, or reduces more than it brings."""
         for part in self.rounds:
-            ends = np.concatenate([part.source, part.target])
-            if ends.size and (ends.min() < 0 or ends.max() >= self.ranks):
+            endpoints = np.concatenate([part.source, part.target])
+            if endpoints.size and (endpoints.min() < 0 or endpoints.max() >= self.ranks):
                 raise broken("schedule", f"a message leaves the group of {self.ranks} ranks")
             if (part.source == part.target).any():
                 raise broken("schedule", "a rank sends itself a message")
@@ -69,39 +69,41 @@ class Schedule:
                 raise broken("schedule", "a message has less than no bytes")
 
 
-def round_of(source: ArrayLike, target: ArrayLike, size: ArrayLike, *, reduce: bool = False) -> Round:
+def build_round(source: ArrayLike, target: ArrayLike, size: ArrayLike, *, reduce: bool = False) -> Round:
     """A round whose messages are all reduced, or none of them; scalars hold for all messages."""
-    ends = np.broadcast_arrays(np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, np.int64))
-    first, second, sizes = (np.atleast_1d(values) for values in ends)
+    columns = np.broadcast_arrays(
+        np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, np.int64)
+    )
+    first, second, sizes = (np.atleast_1d(values) for values in columns)
     return Round(first, second, sizes, sizes if reduce else np.broadcast_to(np.int64(0), sizes.shape))
 
 
-def pieces(size: int, count: int) -> Ints:
+def split_evenly(size: int, count: int) -> Ints:
     """`size` bytes in `count` pieces that differ by one byte at most and add up to it; shape (count,)."""
     return np.diff(size * np.arange(count + 1, dtype=object) // count).astype(np.int64)
 
 
-def side_by_side(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]:
+def merge_schedules(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]:
     """Rounds of schedules that run at the same time in groups of their own.
 
     Args:
         parts: Each schedule, and the positions that its positions have in the whole.
     """
     rounds: dict[tuple[int, ...], Round] = {}  # equal rounds of all parts stay one
-    together = []
+    merged = []
     for k in range(max(len(schedule.rounds) for schedule, _ in parts)):
-        own = [(s.rounds[k], positions) for s, positions in parts if k < len(s.rounds)]
-        key = tuple(id(part) for part, _ in own)
+        part_rounds = [(s.rounds[k], positions) for s, positions in parts if k < len(s.rounds)]
+        key = tuple(id(part) for part, _ in part_rounds)
         if key not in rounds:
-            rounds[key] = merged(
+            rounds[key] = merge_rounds(
                 Round(positions[part.source], positions[part.target], part.bytes, part.reduced)
-                for part, positions in own
+                for part, positions in part_rounds
             )
-        together.append(rounds[key])
-    return tuple(together)
+        merged.append(rounds[key])
+    return tuple(merged)
 
 
-def merged(parts: Iterable[Round]) -> Round:
+def merge_rounds(parts: Iterable[Round]) -> Round:
     """One round of the messages of several."""
     several = list(parts)
     return Round(
@@ -112,23 +114,23 @@ def merged(parts: Iterable[Round]) -> Round:
     )
 
 
-def power_of_two(ranks: int, algorithm: str) -> int:
+def compute_log2(ranks: int, algorithm: str) -> int:
     """The logarithm of a number of ranks.
 
     Raises:
         UsageError: `no-such-schedule`: it is no power of two.
     """
     if ranks & (ranks - 1):
-        below = 1 << (ranks.bit_length() - 1)
+        lower_power = 1 << (ranks.bit_length() - 1)
         raise UsageError(
             f"{algorithm} needs a power of two ranks, not {ranks}",
             slug="no-such-schedule",
-            hint=f"take {below} or {2 * below} ranks, or another algorithm",
+            hint=f"take {lower_power} or {2 * lower_power} ranks, or another algorithm",
         )
     return ranks.bit_length() - 1
 
 
-def direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> Schedule:
+def build_direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> Schedule:
     """Whole buffers, or the k-th piece of every buffer to position k, in the order of distance.
 
     Args:
@@ -138,26 +140,26 @@ def direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> S
         splits: Of all_to_all: bytes from each position (row) to each position; equal pieces where not given.
     """
     if kind in {"broadcast", "reduce", "gather", "scatter"}:
-        others = np.arange(1, ranks)
-        each = np.full(ranks - 1, size) if kind in {"broadcast", "reduce"} else pieces(size, ranks)[1:]
-        first, last = (0, others) if kind in {"broadcast", "scatter"} else (others, 0)
-        return Schedule(ranks, (round_of(first, last, each, reduce=kind == "reduce"),))
+        other_ranks = np.arange(1, ranks)
+        sizes = np.full(ranks - 1, size) if kind in {"broadcast", "reduce"} else split_evenly(size, ranks)[1:]
+        first, last = (0, other_ranks) if kind in {"broadcast", "scatter"} else (other_ranks, 0)
+        return Schedule(ranks, (build_round(first, last, sizes, reduce=kind == "reduce"),))
     source = np.tile(np.arange(ranks), ranks - 1)
     target = (source + np.repeat(np.arange(1, ranks), ranks)) % ranks
-    piece = pieces(size, ranks)
+    piece_sizes = split_evenly(size, ranks)
     rounds: list[Round] = []
     if kind == "all_gather":
-        rounds.append(round_of(source, target, size))
+        rounds.append(build_round(source, target, size))
     elif kind == "all_to_all":
-        rounds.append(round_of(source, target, piece[target] if splits is None else splits[source, target]))
+        rounds.append(build_round(source, target, piece_sizes[target] if splits is None else splits[source, target]))
     else:
-        rounds.append(round_of(source, target, piece[target], reduce=True))
+        rounds.append(build_round(source, target, piece_sizes[target], reduce=True))
         if kind == "all_reduce":
-            rounds.append(round_of(source, target, piece[source]))
+            rounds.append(build_round(source, target, piece_sizes[source]))
     return Schedule(ranks, tuple(rounds))
 
 
-def halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
+def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     """Recursive halving, recursive doubling, or one after the other (thakur2005optimization).
 
     Args:
@@ -168,27 +170,27 @@ def halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     Raises:
         UsageError: `no-such-schedule`: not a power of two.
     """
-    steps = power_of_two(ranks, "halving-doubling")
+    steps = compute_log2(ranks, "halving-doubling")
     position = np.arange(ranks)
-    whole = size * ranks if kind == "all_gather" else size
-    piece = pieces(whole, ranks)
+    total_size = size * ranks if kind == "all_gather" else size
+    piece_sizes = split_evenly(total_size, ranks)
     halving = []
     for step in range(steps):
         # What a rank gives away is for all positions that agree with its partner in the bits so far.
         partner = position ^ (1 << step)
         low = (1 << (step + 1)) - 1
         sums = np.zeros(low + 1, np.int64)
-        np.add.at(sums, position & low, piece)
+        np.add.at(sums, position & low, piece_sizes)
         halving.append((partner, sums[partner & low]))
     rounds = []
     if kind != "all_gather":
-        rounds += [round_of(position, partner, out, reduce=True) for partner, out in halving]
+        rounds += [build_round(position, partner, out, reduce=True) for partner, out in halving]
     if kind != "reduce_scatter":  # backwards: each sends what its partner sent it
-        rounds += [round_of(position, partner, out[partner]) for partner, out in reversed(halving)]
+        rounds += [build_round(position, partner, out[partner]) for partner, out in reversed(halving)]
     return Schedule(ranks, tuple(rounds))
 
 
-def ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
+def build_ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
     """Pieces go round the ring: patarasuk2009bandwidth for all_reduce; broadcast and reduce go along it as a chain.
 
     Args:
@@ -201,37 +203,37 @@ def ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
     position = np.arange(ranks)
     following = (position + 1) % ranks
     if kind in {"broadcast", "reduce"}:
-        return Schedule(ranks, _chain(ranks, size, chunks, reduce=kind == "reduce"))
+        return Schedule(ranks, _build_chain(ranks, size, chunks, reduce=kind == "reduce"))
     rounds: list[Round] = []
     if kind == "all_gather":
-        rounds = [round_of(position, following, size)] * (ranks - 1)
+        rounds = [build_round(position, following, size)] * (ranks - 1)
     elif kind == "all_to_all":
-        rounds = [round_of(position, following, size // ranks)] * (ranks * (ranks - 1) // 2)
+        rounds = [build_round(position, following, size // ranks)] * (ranks * (ranks - 1) // 2)
     else:
-        piece = pieces(size, ranks)
+        piece_sizes = split_evenly(size, ranks)
         even = size % ranks == 0
         # The piece that a rank sends first; at the end of a reduction it holds the one after its own, or its own.
         phases = {"all_reduce": ((0, True), (1, False)), "reduce_scatter": ((-1, True),)}[kind]
         for first, reduce in phases:
-            same = round_of(position, following, piece, reduce=reduce)
+            same = build_round(position, following, piece_sizes, reduce=reduce)
             for step in range(ranks - 1):
-                out = piece if even else piece[(position + first - step) % ranks]
-                rounds.append(same if even else round_of(position, following, out, reduce=reduce))
+                out = piece_sizes if even else piece_sizes[(position + first - step) % ranks]
+                rounds.append(same if even else build_round(position, following, out, reduce=reduce))
     return Schedule(ranks, tuple(rounds))
 
 
-def _chain(ranks: int, size: int, chunks: int, *, reduce: bool) -> tuple[Round, ...]:
+def _build_chain(ranks: int, size: int, chunks: int, *, reduce: bool) -> tuple[Round, ...]:
     """From position 0 to the last one, chunk after chunk; a reduction from the last one to position 0."""
-    chunk = pieces(size, chunks)
+    chunk = split_evenly(size, chunks)
     rounds = []
     for step in range(ranks - 1 + chunks - 1):
         link = np.arange(max(step - chunks + 1, 0), min(step, ranks - 2) + 1)  # between two neighbours
-        near, far = (ranks - 1 - link, ranks - 2 - link) if reduce else (link, link + 1)
-        rounds.append(round_of(near, far, chunk[step - link], reduce=reduce))
+        senders, receivers = (ranks - 1 - link, ranks - 2 - link) if reduce else (link, link + 1)
+        rounds.append(build_round(senders, receivers, chunk[step - link], reduce=reduce))
     return tuple(rounds)
 
 
-def tree(kind: str, ranks: int, size: int) -> Schedule:
+def build_tree(kind: str, ranks: int, size: int) -> Schedule:
     """A binomial tree under position 0.
 
     Args:
@@ -243,13 +245,13 @@ def tree(kind: str, ranks: int, size: int) -> Schedule:
     up, down = [], []
     for step in range(steps):
         child = np.arange(1 << step, ranks, 2 << step)
-        up.append(round_of(child, child - (1 << step), size, reduce=True))
-        down.append(round_of(child - (1 << step), child, size))
+        up.append(build_round(child, child - (1 << step), size, reduce=True))
+        down.append(build_round(child - (1 << step), child, size))
     rounds = [*(up if kind != "broadcast" else []), *(reversed(down) if kind != "reduce" else [])]
     return Schedule(ranks, tuple(rounds))
 
 
-def double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
+def build_double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
     """Two binary trees with half the buffer each; who is a leaf of one is inside the other (sanders2009two).
 
     Args:
@@ -259,21 +261,23 @@ def double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedul
         chunks: In how many parts each half goes along its tree.
     """
     slots: dict[int, list[Round]] = {}
-    for parent, half in zip((parents(ranks, 0), parents(ranks, ranks - 1)), pieces(size, 2).tolist(), strict=True):
-        for slot, part in _along(parent, half, chunks, kind):
+    for parent, half in zip(
+        (compute_parents(ranks, 0), compute_parents(ranks, ranks - 1)), split_evenly(size, 2).tolist(), strict=True
+    ):
+        for slot, part in _send_along_tree(parent, half, chunks, kind):
             slots.setdefault(slot, []).append(part)
-    return Schedule(ranks, tuple(merged(slots[slot]) for slot in sorted(slots)))
+    return Schedule(ranks, tuple(merge_rounds(slots[slot]) for slot in sorted(slots)))
 
 
-def one_tree(parent: Ints, size: int) -> Schedule:
+def build_single_tree(parent: Ints, size: int) -> Schedule:
     """All of an all_reduce along one tree, given as the parent of each position (-1 for the root)."""
     rounds: dict[int, list[Round]] = {}
-    for slot, part in _along(parent, size, 1, "all_reduce"):
+    for slot, part in _send_along_tree(parent, size, 1, "all_reduce"):
         rounds.setdefault(slot, []).append(part)
-    return Schedule(len(parent), tuple(merged(rounds[slot]) for slot in sorted(rounds)))
+    return Schedule(len(parent), tuple(merge_rounds(rounds[slot]) for slot in sorted(rounds)))
 
 
-def parents(ranks: int, root: int) -> Ints:
+def compute_parents(ranks: int, root: int) -> Ints:
     """A balanced binary tree of all other positions, in order, under the first or the last position.
 
     Args:
@@ -287,46 +291,46 @@ def parents(ranks: int, root: int) -> Ints:
     first = 0 if root else 1
     spans = [(first, first + ranks - 1, root)]
     while spans:
-        low, high, above = spans.pop()
+        low, high, parent_position = spans.pop()
         if low < high:
             middle = (low + high) // 2
-            parent[middle] = above
+            parent[middle] = parent_position
             spans += [(low, middle, middle), (middle + 1, high, middle)]
     return parent
 
 
-def depths(parent: Ints) -> Ints:
+def compute_depths(parent: Ints) -> Ints:
     """How far each position is from the root."""
-    depth, above = np.zeros(len(parent), np.int64), parent.copy()
-    while (above >= 0).any():
-        depth += above >= 0
-        above = np.where(above >= 0, parent[above], -1)
+    depth, ancestor = np.zeros(len(parent), np.int64), parent.copy()
+    while (ancestor >= 0).any():
+        depth += ancestor >= 0
+        ancestor = np.where(ancestor >= 0, parent[ancestor], -1)
     return depth
 
 
-def _along(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, Round]]:
+def _send_along_tree(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, Round]]:
     """Messages of one tree with the slot of time that each belongs to."""
-    depth = depths(parent)
+    depth = compute_depths(parent)
     position = np.flatnonzero(parent >= 0)
     height = np.zeros(len(parent), np.int64)  # longest way down
     for level in range(int(depth.max(initial=0)), 0, -1):
-        at = np.flatnonzero(depth == level)
-        np.maximum.at(height, parent[at], height[at] + 1)
+        positions = np.flatnonzero(depth == level)
+        np.maximum.at(height, parent[positions], height[positions] + 1)
     highest = int(height.max(initial=0)) if kind != "broadcast" else 0
     messages: list[tuple[int, Round]] = []
-    for number, bytes_of in enumerate(pieces(size, chunks).tolist()):
+    for number, bytes_of in enumerate(split_evenly(size, chunks).tolist()):
         if kind != "broadcast":
             for level in range(1, highest + 1):
                 child = position[height[parent[position]] == level]
-                messages.append((number + level - 1, round_of(child, parent[child], bytes_of, reduce=True)))
+                messages.append((number + level - 1, build_round(child, parent[child], bytes_of, reduce=True)))
         if kind != "reduce":
             for level in range(1, int(depth.max(initial=0)) + 1):
                 child = position[depth[position] == level]
-                messages.append((number + highest + level - 1, round_of(parent[child], child, bytes_of)))
+                messages.append((number + highest + level - 1, build_round(parent[child], child, bytes_of)))
     return messages
 
 
-def two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
+def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
     """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same position in theirs.
 
     Args:
@@ -343,25 +347,25 @@ def two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
             f"two-level needs hosts of one size, and {ranks} ranks are no multiple of {local}", slug="no-such-schedule"
         )
     hosts = ranks // local
-    inside = [np.arange(local) + host * local for host in range(hosts)]
+    within_hosts = [np.arange(local) + host * local for host in range(hosts)]
     between = [np.arange(hosts) * local + position for position in range(local)]
 
     def level(phase: str, positions: list[Ints], bytes_of: int) -> tuple[Round, ...]:
         count = len(positions[0])
-        own = ring(phase, count, bytes_of)
-        return side_by_side([(own, at) for at in positions]) if count > 1 else ()
+        ring = build_ring(phase, count, bytes_of)
+        return merge_schedules([(ring, group_positions) for group_positions in positions]) if count > 1 else ()
 
     part = max(size // local, 1)
     rounds: tuple[Round, ...] = ()
     if kind == "all_gather":
-        rounds = (*level(kind, between, size), *level(kind, inside, size * hosts))
+        rounds = (*level(kind, between, size), *level(kind, within_hosts, size * hosts))
     elif kind == "reduce_scatter":
-        rounds = (*level(kind, inside, size), *level(kind, between, part))
+        rounds = (*level(kind, within_hosts, size), *level(kind, between, part))
     else:
         rounds = (
-            *level("reduce_scatter", inside, size),
+            *level("reduce_scatter", within_hosts, size),
             *level("all_reduce", between, part),
-            *level("all_gather", inside, part),
+            *level("all_gather", within_hosts, part),
         )
     return Schedule(ranks, rounds)
 
@@ -389,7 +393,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
 ALGORITHMS = tuple(KINDS_OF)
 
 
-def schedule(
+def build_schedule(
     kind: str,
     algorithm: str,
     ranks: int,
@@ -426,11 +430,11 @@ def schedule(
     if ranks < 2:
         return Schedule(ranks, ())
     make: dict[str, Callable[[], Schedule]] = {
-        "ring": lambda: ring(kind, ranks, size, chunks=chunks),
-        "direct": lambda: direct(kind, ranks, size, splits=splits),
-        "halving-doubling": lambda: halving_doubling(kind, ranks, size),
-        "tree": lambda: tree(kind, ranks, size),
-        "double-tree": lambda: double_tree(kind, ranks, size, chunks=chunks),
-        "two-level": lambda: two_level(kind, ranks, size, local=local),
+        "ring": lambda: build_ring(kind, ranks, size, chunks=chunks),
+        "direct": lambda: build_direct(kind, ranks, size, splits=splits),
+        "halving-doubling": lambda: build_halving_doubling(kind, ranks, size),
+        "tree": lambda: build_tree(kind, ranks, size),
+        "double-tree": lambda: build_double_tree(kind, ranks, size, chunks=chunks),
+        "two-level": lambda: build_two_level(kind, ranks, size, local=local),
     }
     return make[algorithm]()

@@ -20,16 +20,16 @@ import pytest
 
 from support.attaching import UnpreparedProgram, described, tracer_of
 from support.waiting import until
-from traceloom.agent.attach.injection import unattachable
-from traceloom.agent.kineto.server import process_state
+from traceloom.agent.attach.injection import explain_attach_refusal
+from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedProfiler, AttachedTimelineProfiler
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.timeline import TimelineOrder
-from traceloom.agent.traces.requests import Leases
+from traceloom.agent.traces.requests import LeaseTable
 from traceloom.formats.memory_snapshot import read_snapshot
 
-WHY = unattachable()[0]
+WHY = explain_attach_refusal()[0]
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(bool(WHY), reason=WHY)]
 STEPS, TIME = Window(0, None, 3), Window(0, 0.3, None)
 
@@ -69,7 +69,7 @@ class Attached:
             trace_id="traceloom-1-rank0", group_id="traceloom-1", incoming=place / "incoming", stem="rank0",
             **{"wait_s": 120.0, **order},
         )  # fmt: skip
-        self.profiler = kind(wanted, self.tell, Leases())
+        self.profiler = kind(wanted, self.tell, LeaseTable())
 
     def tell(self, state: str, reason: str = "", detail: str = "", **facts: Any) -> None:
         if (state, reason) not in self.states[-1:]:
@@ -154,7 +154,7 @@ def test_one_that_is_stopped_is_waited_for(program: UnpreparedProgram, place: Pa
     os.kill(program.pid, signal.SIGSTOP)
     ticks = program.described().start_ticks
     try:
-        until(lambda: process_state(program.pid, ticks) == "T")
+        until(lambda: read_process_state(program.pid, ticks) == "T")
         late = Attached(place, wait_s=0.5).run(program.described(), TIME, when="queued")
         assert (late.slug, late.states) == ("expired", [("queued", "stopped")])
         go_on = lambda: os.kill(program.pid, signal.SIGCONT)  # noqa: E731
@@ -167,7 +167,7 @@ def test_one_that_is_stopped_is_waited_for(program: UnpreparedProgram, place: Pa
 def test_one_that_runs_no_python_is_not_reached(
     program: UnpreparedProgram, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceloom.agent.profilers.attached._LATE_S", 0.2)
+    monkeypatch.setattr("traceloom.agent.profilers.attached._DEADLINE_GRACE_S", 0.2)
     program.say("[print(json.dumps('waits'), flush=True), sys.stdin.readline()]")
     assert program.answer() == "waits"
     late = Attached(place, wait_s=0.5)

@@ -19,12 +19,12 @@ import pytest
 from support.attaching import UnpreparedProgram
 from support.running_agent import Running
 from support.waiting import until
-from traceloom.agent.attach.injection import unattachable
+from traceloom.agent.attach.injection import explain_attach_refusal
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
 from traceloom.formats import load
 
-WHY = unattachable()[0]
+WHY = explain_attach_refusal()[0]
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(bool(WHY), reason=WHY)]
 JOB = f"unprepared-{os.getpid()}"
 BERT = 40_002

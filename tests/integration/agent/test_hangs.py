@@ -22,7 +22,7 @@ from traceloom.server.client import AgentClient
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux"),
-    pytest.mark.skipif(not py_spy.path(), reason="py-spy is not installed"),
+    pytest.mark.skipif(not py_spy.find_py_spy(), reason="py-spy is not installed"),
 ]
 # So short that a test takes seconds; a machine that is busy lets no rank wait for so long.
 SETTINGS = "[hangs]\nleast = 2.5\nsteps = 5.0\nevery = 0.001\n"

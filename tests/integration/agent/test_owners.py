@@ -16,7 +16,7 @@ from support.host_tree import HostTree
 from support.running_agent import running_agent
 from support.waiting import until
 from traceloom.agent.accelerators.backend import Device
-from traceloom.agent.ownership.devices import HostDevices, devices_of
+from traceloom.agent.ownership.devices import HostDevices, find_assigned_devices
 from traceloom.server.client import AgentClient
 
 RANK = """
@@ -141,7 +141,7 @@ def test_devices_that_slurm_gives(cluster: dict[str, str], tmp_path: Path) -> No
         environment = _environment(SLURM_CONF=cluster["SLURM_CONF"])
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         matches = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in run.stdout.splitlines()]
-        return {of_task["SLURM_PROCID"]: devices_of(of_task, host) for of_task in matches}
+        return {of_task["SLURM_PROCID"]: find_assigned_devices(of_task, host) for of_task in matches}
 
     assert tasks("-n1", "--gpus=2") == {"0": (("GPU-10", "GPU-20"), "CUDA_VISIBLE_DEVICES")}
     each = tasks("-n2", "--gpus-per-task=1")

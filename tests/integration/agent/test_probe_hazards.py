@@ -22,8 +22,8 @@ from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.probes.call_stacks import CallStacks
-from traceloom.agent.probes.calls import RECORD, CallProbes, ProbedCall, Value
-from traceloom.agent.probes.elf import Elf, mappings
+from traceloom.agent.probes.calls import RECORD, CallProbes, CallValue, ProbedCall
+from traceloom.agent.probes.elf import Elf, read_mappings
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.profilers.base import AllocationsProfiler, Window
 
@@ -127,7 +127,7 @@ def probed(pid: int, library: Path) -> bool:
     function = Elf(descriptor).find("cudaMalloc\0")
     os.close(descriptor)
     assert function is not None
-    for mapping in mappings(pid):
+    for mapping in read_mappings(pid):
         if mapping.executable and "libcudart" in mapping.path:
             with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
                 memory.seek(mapping.start + function.offset - mapping.offset)
@@ -257,7 +257,7 @@ def test_one_that_is_killed_leaves_nothing_behind(job: Told, library: Path, tmp_
         "pid": job.pid, "start_ticks": job.facts.start_ticks, "rank": 0, "path": str(tmp_path / "x.json.gz"),
         "start_ns": 0, "duration_s": 600.0, "steps": None,
     }  # fmt: skip
-    code = f"from traceloom.agent.probes.recording import allocations; allocations({order!r})"
+    code = f"from traceloom.agent.probes.recording import record_allocations as allocations; allocations({order!r})"
     recorder = subprocess.Popen([sys.executable, "-c", code])
     until(lambda: probed(job.pid, library))
     job.do("allocate")
@@ -308,7 +308,9 @@ def test_calls_that_come_too_quickly_are_counted(library: Path) -> None:
     probes = CallProbes(os.getpid(), stacks)
     free = ctypes.CDLL(str(library)).cudaFree
     free.argtypes = [ctypes.c_void_p]
-    probes.attach(os.open(library, os.O_RDONLY), [(3, ProbedCall("cudaFree\0", (Value(argument=0),), stacks=False))])
+    probes.attach(
+        os.open(library, os.O_RDONLY), [(3, ProbedCall("cudaFree\0", (CallValue(argument=0),), stacks=False))]
+    )
     for _ in range(120_000):
         free(None)
     kept = [record[2] for record in RECORD.iter_unpack(probes.ring.take())]

@@ -24,7 +24,7 @@ import pytest
 from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.probes.elf import Elf, mappings
+from traceloom.agent.probes.elf import Elf, read_mappings
 from traceloom.agent.profilers.base import AllocationsProfiler, LaunchesProfiler, ProfilerError, Window
 from traceloom.cli import main
 
@@ -323,7 +323,7 @@ async def until_probed(job: Talking, recording: asyncio.Task[Any], *functions: s
 
 
 def breakpoint_at(pid: int, name: str) -> bool:
-    for mapping in mappings(pid):
+    for mapping in read_mappings(pid):
         if mapping.executable and re.match(r"libcudart|libc10", Path(mapping.path).name):
             content = Path(mapping.path).read_bytes()
             with Path(mapping.path).open("rb") as file:
@@ -575,10 +575,10 @@ def test_what_pytorchs_device_allocator_reports(tmp_path: Path, capsys: pytest.C
     """Its function is called as the allocator of CUDA does for each block: on device 1 (type 1), then on the host."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
-    assert torch.origin is not None
+    assert torch.launch_position is not None
     script = tmp_path / "reporting.py"
     script.write_text(REPORTING, encoding="utf-8")
-    job = Talking(sys.executable, str(script), str(Path(torch.origin).parent / "lib" / "libc10.so"))
+    job = Talking(sys.executable, str(script), str(Path(torch.launch_position).parent / "lib" / "libc10.so"))
     try:
         assert job.line() == "ready\n"
         document = record(AllocationsProfiler(), job, tmp_path, seconds=1.0)

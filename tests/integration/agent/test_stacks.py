@@ -20,13 +20,13 @@ import msgspec
 import pytest
 
 from support.gloo_job import hanging_job, line_of_hang
-from traceloom.agent.hangs.bundle import HangReport, HangScene, write_bundle
+from traceloom.agent.hangs.bundle import HangContext, HangReport, write_bundle
 from traceloom.agent.hangs.detector import Hang, HungProcess
-from traceloom.agent.hangs.stacks import feed
+from traceloom.agent.hangs.stacks import collect_stacks
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers import py_spy
 from traceloom.agent.profilers.base import ProfilerError, Window
-from traceloom.agent.profilers.py_spy import DumpProfiler, StackDump, StacksProfiler, accept_entries
+from traceloom.agent.profilers.py_spy import DumpProfiler, StackDump, StacksProfiler, dump_stacks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 SLEEPING = """
@@ -52,7 +52,7 @@ def bundle_of(processes: list[Process], directory: Path) -> HangReport:
     """What is kept of a job all of whose processes have made three steps."""
     members = tuple(HungProcess(key=p.key, pid=p.pid, rank=p.owner.rank, steps=3) for p in processes)
     hang = Hang(job="j", uid=os.getuid(), processes=members, since_ns=0, seen_ns=1, median_s=0.1)
-    scene = HangScene(host="here", processes=tuple(processes), devices=(), events=(), series={})
+    scene = HangContext(host="here", processes=tuple(processes), devices=(), events=(), series={})
     return asyncio.run(write_bundle(hang, scene, directory, 10**8))
 
 
@@ -80,7 +80,7 @@ def test_all_threads_of_a_process(sleeping: subprocess.Popen[str], tmp_path: Pat
 
 
 def test_native_calls_too(sleeping: subprocess.Popen[str]) -> None:
-    dump = asyncio.run(accept_entries(process_of(sleeping.pid), native=True))
+    dump = asyncio.run(dump_stacks(process_of(sleeping.pid), native=True))
     (main,) = [thread for thread in dump.threads if thread.id == sleeping.pid]
     native = [frame for frame in main.frames if not frame.line]
     assert any("nanosleep" in frame.function for frame in native), main.frames
@@ -90,7 +90,7 @@ def test_native_calls_too(sleeping: subprocess.Popen[str]) -> None:
 def test_a_pid_that_another_process_has_now_is_not_looked_at(sleeping: subprocess.Popen[str]) -> None:
     other = msgspec.structs.replace(process_of(sleeping.pid), start_ticks=1)
     with pytest.raises(ProfilerError, match="has ended") as raised:
-        asyncio.run(accept_entries(other))
+        asyncio.run(dump_stacks(other))
     assert raised.value.slug == "exited"
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_looked_at_has_a_reason(sleeping: subprocess.Popen[str]) 
     no_python = subprocess.Popen(["sleep", "3600"])
     try:
         other = process_of(no_python.pid)
-        looked = asyncio.run(feed([other, process_of(sleeping.pid)]))
+        looked = asyncio.run(collect_stacks([other, process_of(sleeping.pid)]))
     finally:
         no_python.kill()
         no_python.wait()
@@ -112,7 +112,7 @@ def test_without_py_spy_it_is_said_what_helps(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ProfilerError) as raised:
-        asyncio.run(accept_entries(process_of(sleeping.pid)))
+        asyncio.run(dump_stacks(process_of(sleeping.pid)))
     assert raised.value.slug == "no-py-spy"
     assert "pip install" in raised.value.hint
 
@@ -124,14 +124,14 @@ def test_another_users_process_is_not_looked_at_without_the_right(
         pytest.skip("only root can become another user")
     with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to other users
         directory = Path(name)
-        copy = Path(shutil.copy(py_spy.path(), directory / "real"))
+        copy = Path(shutil.copy(py_spy.find_py_spy(), directory / "real"))
         program = directory / "py-spy"  # the real one, as a user who is not the process's
         program.write_text(f'#!/bin/sh\nexec setpriv --reuid 4001 --regid 4001 --clear-groups {copy} "$@"\n')
         for path in (directory, copy, program):
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
         with pytest.raises(ProfilerError) as raised:
-            asyncio.run(accept_entries(process_of(sleeping.pid)))
+            asyncio.run(dump_stacks(process_of(sleeping.pid)))
     assert raised.value.slug == "not-permitted"
     assert "ptrace_scope" in raised.value.hint
 
@@ -150,11 +150,11 @@ def test_a_bundle_has_pythons_calls_where_native_ones_cannot_be_had(
     program = tmp_path / "bin" / "py-spy"
     program.parent.mkdir()
     refuses = 'case "$*" in *--native*) echo "Error: it is traced already" >&2; exit 1;; esac'
-    program.write_text(f'#!/bin/sh\n{refuses}\nexec {py_spy.path()} "$@"\n')
+    program.write_text(f'#!/bin/sh\n{refuses}\nexec {py_spy.find_py_spy()} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     with pytest.raises(ProfilerError, match="it is traced already"):
-        asyncio.run(accept_entries(process_of(sleeping.pid), native=True))
+        asyncio.run(dump_stacks(process_of(sleeping.pid), native=True))
     (tmp_path / "bundle").mkdir()
     bundle = bundle_of([process_of(sleeping.pid, 0)], tmp_path / "bundle")
     assert bundle.sentence.endswith(": rank 0 is in `<module>` (<string>:7)")

@@ -209,7 +209,7 @@ def test_calls_that_there_is_no_room_for_are_counted(
     job: Job, clock: Callable[..., ProbedStepClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Waits of the loader take it, so that no step has one, or steps do, or another program of this host.
-    monkeypatch.setattr(step_probes, "_MOST_MARKS", 1)
+    monkeypatch.setattr(step_probes, "_MAX_MARKS", 1)
     steps = clock([job.facts])
     before = {reading.metric: reading.value for reading in steps.collect()}["agent_probes_lost_total"]
     job.run(4)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from traceloom.formats.memory_snapshot import read_snapshot
-from traceloom.report.memory import document_of
-from traceloom.report.memory_sources import find
+from traceloom.report.memory import build_document
+from traceloom.report.memory_sources import read_memory_sources
 
 pytestmark = pytest.mark.torch
 
@@ -64,7 +64,7 @@ def test_the_history_begins_with_the_device_and_ends_with_the_recording(recorder
     snapshot = read_snapshot(run.directory / "rank0.memory.pickle")
     assert snapshot.entries["bytes"].to_list() == [1000]
     assert not [name for name in run.files if name.startswith(".rank")]
-    found = document_of(find([str(run.directory)]))
+    found = build_document(read_memory_sources([str(run.directory)]))
     assert {memory["device_type"] for entry in found["ranks"] for memory in entry["memories"]} == {"cpu", "cuda"}
 
 

@@ -205,7 +205,7 @@ import torch
 from traceloom.capture import attach as inject, main_thread as moments
 from traceloom.capture.settings import Settings
 used, known = [], len(torch.cuda._queued_calls)
-torch.cuda.is_initialized = moments.device_is_ready = lambda *_: bool(used)
+torch.cuda.is_initialized = moments.is_device_ready = lambda *_: bool(used)
 recorder = inject.attach(Settings("run"))
 torch.ones(3)
 print(recorder.plan.phase.value)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import traceloom
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.autograd import recomputed
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.autograd import find_recomputed_work
 from traceloom.capture.modules import NAME
 
 pytestmark = pytest.mark.torch
@@ -55,10 +55,10 @@ def test_each_checkpoint_has_a_mark_before_and_behind_it(recorder: Any) -> None:
     whole = marks.drop_nulls("step").group_by("step").len()
     assert whole.height == 5
     assert set(whole["len"].to_list()) == {7}
-    found = recomputed(trace)
+    found = find_recomputed_work(trace)
     assert np.count_nonzero(found.own) == marks.height
     assert not (found.own & found.root).any()
-    assert set(forest(trace).row[found.own].tolist()) == set(marks["event"].to_list())
+    assert set(build_forest(trace).row[found.own].tolist()) == set(marks["event"].to_list())
 
 
 def test_the_older_way_has_no_marks(recorder: Any) -> None:

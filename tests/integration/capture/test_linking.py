@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.graph.host_match import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUPS, NO_ID, OUTSIDE, ROOT
+from traceloom.graph.host_match import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUP_LIST_NODE, NO_ID, OUTSIDE, ROOT
 from traceloom.graph.linking import load_ranks
 
 pytestmark = pytest.mark.torch
@@ -51,7 +51,7 @@ def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(recorder: 
         alone = outcomes.pop(NO_ID, 0)
         new = found.host.schema == "1.1.1-chakra.0.0.4"
         assert alone == 0 if new else alone < 0.03 * found.ops
-        assert set(outcomes) <= {BY_RECORD_ID, BY_RECORD_ID_RENAMED, OUTSIDE, ROOT, GROUPS}
+        assert set(outcomes) <= {BY_RECORD_ID, BY_RECORD_ID_RENAMED, OUTSIDE, ROOT, GROUP_LIST_NODE}
         assert outcomes[OUTSIDE] <= 2
         assert found.matched + outcomes[OUTSIDE] + alone == found.ops
         assert found.host.groups["ranks"].to_list() == [[0, 1], [0, 1]]

@@ -13,7 +13,7 @@ import pytest
 
 import traceloom
 from traceloom.analyze.memory import memory as summary
-from traceloom.analyze.memory_answers import allocations
+from traceloom.analyze.memory_answers import explain_allocations
 from traceloom.cli import main
 from traceloom.report.memory import build
 from traceloom.report.memory_sources import MemoryOptions
@@ -204,7 +204,7 @@ def test_the_two_ways_to_follow_memory_agree_on_a_recording(plain: Any) -> None:
     (trace,) = traceloom.load(plain.directory).traces
     columns = ["device_type", "device", "peak_bytes", "end_bytes"]
     summed = sorted(summary(trace).devices.select(columns).rows())
-    assert sorted(allocations(trace).pools.select(columns).rows()) == summed
+    assert sorted(explain_allocations(trace).pools.select(columns).rows()) == summed
 
 
 def test_a_run_that_ended_for_want_of_memory_is_explained_on_one_screen(

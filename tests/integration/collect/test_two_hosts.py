@@ -22,7 +22,7 @@ from support.small_example import ENDLESS, EXAMPLE
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
-from traceloom.agent.fleet_link.protocol import Enrolled, Enrolment, WorkAnswer
+from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkAnswer
 from traceloom.errors import TraceloomError
 from traceloom.server.client import AgentClient
 
@@ -162,11 +162,11 @@ def test_who_does_not_belong_is_refused(fleet: Service, request: pytest.FixtureR
     stranger = ServiceClient(fleet.url, credential="nothing")
     request.addfinalizer(stranger.close)
     with pytest.raises(ServiceError) as error:
-        stranger.post("agents/enrol", Enrolment(token="unknown", host="node3"), Enrolled)
+        stranger.post("agents/enrol", Enrolment(token="unknown", host="node3"), HostCredentials)
     assert (error.value.slug, error.value.status) == ("unknown-token", 401)
     token = fleet.run("fleet", "token", "enrol").strip()
     with pytest.raises(ServiceError) as error:
-        stranger.post("agents/enrol", Enrolment(token=token, host="node1"), Enrolled)
+        stranger.post("agents/enrol", Enrolment(token=token, host="node1"), HostCredentials)
     assert error.value.slug == "host-exists"
     with pytest.raises(ServiceError) as error:
         stranger.get("agents/node1/work?wait=0", WorkAnswer)

@@ -20,11 +20,11 @@ from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from support.webhooks import is_genuine, receiver  # noqa: E402
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError  # noqa: E402
-from traceloom.agent.fleet_link.protocol import (  # noqa: E402
-    Enrolled,
+from traceloom.agent.fleet_link.protocol import (
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostProcess,
     HostReport,
     ReportAnswer,
@@ -51,7 +51,7 @@ class JobHost:
         token = service.client().post("agents", {"host": "node1", "days": 1})["token"]
         self.client = ServiceClient(service.url)
         self.client.credential = self.client.post(
-            "agents/enrol", Enrolment(token=token, host="node1"), Enrolled
+            "agents/enrol", Enrolment(token=token, host="node1"), HostCredentials
         ).credential
         self.processes = [
             HostProcess(

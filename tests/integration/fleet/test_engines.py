@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 @pytest.fixture(params=KINDS)
 def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     kind: Kind = request.param
-    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**7)
+    monkeypatch.setattr("traceloom.fleet.store.captures._RETRY_DELAY_NS", 10**7)
     engine: Engine
     if kind == "alone":
         engine, worker = ProcessEngine(2, memory_bytes=MEMORY, main=HOSTILE), 0

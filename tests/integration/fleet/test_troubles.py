@@ -36,7 +36,7 @@ DAY = date(2026, 11, 2)
 def test_an_object_store_behind_a_bad_network_has_everything_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceloom.fleet.service.pipeline._TROUBLE_S", 0.05)
+    monkeypatch.setattr("traceloom.fleet.service.pipeline._ERROR_PAUSE_S", 0.05)
     where = places("shared", tmp_path, monkeypatch)
     names = ["c1", "c2", "c3"]
     server = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port

@@ -14,11 +14,8 @@ from torch.nn import functional  # noqa: E402
 from torch.profiler import ExecutionTraceObserver  # noqa: E402
 
 from traceloom.workload.replay.planning import make_plan  # noqa: E402
-from traceloom.workload.replay.resize import scaled  # noqa: E402
-from traceloom.workload.replay.running import (  # noqa: E402
-    Execution,  # noqa: E402
-    RunOptions,  # noqa: E402
-)
+from traceloom.workload.replay.resize import scale_plan  # noqa: E402
+from traceloom.workload.replay.running import PlanRunner, RunOptions
 from traceloom.workload.replay.script import write_script  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -48,7 +45,7 @@ def test_recorded_integers_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     registers = of_rank.data["tensor"].to_list()
     evidence = of_rank.storages["evidence"].gather(of_rank.tensors["storage"].gather(registers))
     assert evidence.to_list() == ["data"] * 3
-    program = Execution(of_rank, torch.device("cpu"), RunOptions()).program
+    program = PlanRunner(of_rank, torch.device("cpu"), RunOptions()).program
     assert not program.failures
     for register, expected in zip(registers, (tokens, columns, classes), strict=True):
         assert program.registers[register].equal(expected)
@@ -58,7 +55,7 @@ def test_recorded_integers_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     outside = script["outside"]().values()
     assert all(any(tensor.dtype == torch.int64 and tensor.equal(expected) for tensor in outside) for expected in
                (tokens, columns, classes))  # fmt: skip
-    larger = scaled(plan, {2: Fraction(2)}).ranks[0]
+    larger = scale_plan(plan, {2: Fraction(2)}).ranks[0]
     contents = {larger.storages["content"][storage] for storage in larger.tensors["storage"].gather(registers)}
     assert contents == {"integers", "data"}
     assert larger.data["tensor"].to_list() == registers[2:]

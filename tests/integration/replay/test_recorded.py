@@ -16,10 +16,7 @@ from torch.profiler import ExecutionTraceObserver  # noqa: E402
 
 from traceloom.workload.replay.dry_run import dry_run  # noqa: E402
 from traceloom.workload.replay.planning import Choice, make_plan  # noqa: E402
-from traceloom.workload.replay.running import (  # noqa: E402
-    Execution,  # noqa: E402
-    RunOptions,  # noqa: E402
-)
+from traceloom.workload.replay.running import PlanRunner, RunOptions
 
 pytestmark = pytest.mark.torch
 Steps = Callable[[], object]
@@ -138,8 +135,8 @@ def test_a_recorded_workload_runs_again(made: Callable[[], Steps], level: Any, t
     assert refused <= {"aten::_linalg_check_errors"}  # it says what failed, in words
     assert dry.wrong == ()
     assert dry.fits
-    execution = Execution(plan.ranks[0], torch.device("cpu"), RunOptions())
-    execution.once()
+    execution = PlanRunner(plan.ranks[0], torch.device("cpu"), RunOptions())
+    execution.run_pass()
     assert execution.program.failures == {}
     assert execution.program.replaced == {}
     for tensor in execution.program.registers[: plan.ranks[0].tensors.height]:

@@ -26,14 +26,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 @pytest.fixture(autouse=True)
 def worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(findings, "WORTH_EVENTS", 1)
+    monkeypatch.setattr(findings, "MIN_PROCESS_EVENTS", 1)
     monkeypatch.setattr(findings, "cores", lambda: 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [OPTIONS, ReportOptions(only=("core", "findings"), steps=(1, 2), ranks=(0, 1))])
 def test_the_document_is_the_same(job: Session, options: ReportOptions, tmp_path: Path) -> None:
-    here, beside = build(job, options), build(job, options, beside=True)
+    here, beside = build(job, options), build(job, options, separate_process=True)
     assert here["findings"]
     assert beside == here
     assert list(tmp_path.iterdir()) == []
@@ -41,11 +41,11 @@ def test_the_document_is_the_same(job: Session, options: ReportOptions, tmp_path
 
 def test_what_the_process_cannot_do_is_done_here(job: Session, tmp_path: Path) -> None:
     expected, absent = UnknownValues(0), UnknownValues(0)
-    with findings.start_findings(job, OPTIONS, 0, beside=True) as findings_of:
+    with findings.start_findings(job, OPTIONS, 0, separate_process=True) as findings_of:
         [folder] = tmp_path.iterdir()
         shutil.rmtree(folder)  # before it has read anything
         result = findings_of(absent)
-    assert result == findings.ranked_findings(job, OPTIONS, expected)
+    assert result == findings.build_findings(job, OPTIONS, expected)
     assert absent.to_list() == expected.to_list()
 
 
@@ -56,8 +56,8 @@ def test_no_process_is_started_where_it_would_not_pay(job: Session, monkeypatch:
     monkeypatch.setattr(findings, "Worker", refused)
     alone = job.of_rank(0)
     for session, options in ((alone, OPTIONS), (job, ReportOptions(only=("core",)))):
-        with findings.start_findings(session, options, 0, beside=True) as findings_of:
-            assert findings_of(UnknownValues(0)) == findings.ranked_findings(session, options, UnknownValues(0))
-    monkeypatch.setattr(findings, "WORTH_EVENTS", 10**9)
-    with findings.start_findings(job, OPTIONS, 0, beside=True) as findings_of:
+        with findings.start_findings(session, options, 0, separate_process=True) as findings_of:
+            assert findings_of(UnknownValues(0)) == findings.build_findings(session, options, UnknownValues(0))
+    monkeypatch.setattr(findings, "MIN_PROCESS_EVENTS", 10**9)
+    with findings.start_findings(job, OPTIONS, 0, separate_process=True) as findings_of:
         assert findings_of(UnknownValues(0))[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from traceloom.agent.accelerators.backend import Watched
+from traceloom.agent.accelerators.backend import TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.nvml import NvmlAccelerator
 from traceloom.agent.config import Config
@@ -21,7 +21,9 @@ from traceloom.agent.flops import MatrixTypes
 def main() -> None:
     now = 0.0
     config = Config()
-    watched = Watched("nvml", lambda: NvmlAccelerator(config, lambda: time.monotonic() + now), 30.0, clock=lambda: now)
+    watched = TimeLimitedBackend(
+        "nvml", lambda: NvmlAccelerator(config, lambda: time.monotonic() + now), 30.0, clock=lambda: now
+    )
     collector = AcceleratorCollector(config, [watched])
     script = Path(os.environ["NVML_SCRIPT"])
     answers: list[dict[str, Any]] = []

@@ -57,7 +57,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_put_aside_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "MOST_BYTES", 300)
+    monkeypatch.setattr(audit, "MAX_BYTES", 300)
     log = AuditLog(tmp_path / "audit.jsonl")
     for number in range(12):
         log.write("uid 1", f"request {number}", "done")

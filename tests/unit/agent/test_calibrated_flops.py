@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators.backend import DeviceProcess, Watched
+from traceloom.agent.accelerators.backend import DeviceProcess, TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.accelerators.simulated import Load, SimulatedAccelerator
+from traceloom.agent.accelerators.simulated import DeviceLoad, SimulatedAccelerator
 from traceloom.agent.config import Accelerators, Config
-from traceloom.agent.ownership.model import shares
-from traceloom.agent.snapshot import Board
-from traceloom.agent.topline import JobNow, Topline, TracedFacts, element_types, of_capture
+from traceloom.agent.ownership.model import compute_shares
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.topline import JobAccounting, JobTick, TracedFacts, collect_matrix_types, load_traced_facts
 from traceloom.testing import TraceBuilder
 
 SIZE, STEPS_PER_SECOND, CLOCK = 8192, 100.0, 1.5e9
@@ -35,15 +35,15 @@ def _capture(path: Path) -> Path:
 @pytest.mark.parametrize("surplus", [0.0, 0.08, -0.3])
 def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: float) -> None:
     """The matrix pipe is active as long as the counted FLOPs need in BF16, and by so much longer."""
-    facts = msgspec.convert(of_capture(str(_capture(tmp_path / "trace.json"))), TracedFacts)
+    facts = msgspec.convert(load_traced_facts(str(_capture(tmp_path / "trace.json"))), TracedFacts)
     active = FLOPS * STEPS_PER_SECOND / (132 * CLOCK * 4096) * (1 + surplus)
     config = Config(accelerators=Accelerators(simulated=1))
     back_end = SimulatedAccelerator(config)
-    back_end.planted[0] = Load(
+    back_end.overrides[0] = DeviceLoad(
         busy=0.5, pipes={"hmma": active, "tensor": active}, power_watts=400.0, clock_hz=CLOCK,
         processes=[DeviceProcess(device="", pid=7)],
     )  # fmt: skip
-    job = JobNow(
+    job = JobTick(
         job="j",
         processes=("7@1",),
         devices=(back_end.uuid(0),),
@@ -51,13 +51,13 @@ def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: 
         steps_per_second=STEPS_PER_SECOND,
         facts=facts,
     )
-    collector = AcceleratorCollector(config, [Watched("simulated", lambda: back_end, 30.0)])
-    collector.element_types = element_types([job])
-    board = Board()
+    collector = AcceleratorCollector(config, [TimeLimitedBackend("simulated", lambda: back_end, 30.0)])
+    collector.element_types = collect_matrix_types([job])
+    board = Snapshot()
     board.put("accelerators", collector.collect(), 1)
     board.devices = collector.devices
-    divided = shares(collector.device_processes, {7: "7@1"})
-    readings = Topline(config.accelerators.reference).readings(board, 10.0, divided, [job])
+    divided = compute_shares(collector.device_processes, {7: "7@1"})
+    readings = JobAccounting(config.accelerators.reference).readings(board, 10.0, divided, [job])
     collector.close()
     assert values(readings, "job_flops")["j", "trace", "low"] == pytest.approx(FLOPS * STEPS_PER_SECOND * (1 + surplus))
     assert values(readings, "job_flops_error_ratio")["j",] == pytest.approx(surplus, abs=1e-12)

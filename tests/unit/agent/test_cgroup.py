@@ -6,8 +6,8 @@ import pytest
 
 from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config
-from traceloom.agent.ownership.environment import of_paths
-from traceloom.agent.ownership.resolver import OwnerFinder
+from traceloom.agent.ownership.environment import parse_cgroup_paths
+from traceloom.agent.ownership.resolver import OwnerResolver
 
 ID = "3f" * 32
 POD = "0a1b2c3d-1111-2222-3333-0123456789ab"
@@ -49,7 +49,7 @@ DASHED, JOINED = POD, POD.replace("-", "_")
     ],
 )
 def test_paths(path: str, expected: dict[str, str]) -> None:
-    assert of_paths([path]) == expected
+    assert parse_cgroup_paths([path]) == expected
 
 
 def _facts(pid: int, parent: int, *, cgroup: str = "/", **environment: str) -> ProcessFacts:
@@ -61,9 +61,9 @@ def _facts(pid: int, parent: int, *, cgroup: str = "/", **environment: str) -> P
 
 def test_the_environment_is_stronger_than_the_path() -> None:
     processes = {"1@1": _facts(1, 0, cgroup="/slurm/uid_1/job_7/step_0", TRACELOOM_JOB="mine")}
-    owner = OwnerFinder(Config()).owners(processes)["1@1"]
+    owner = OwnerResolver(Config()).owners(processes)["1@1"]
     assert (owner.job, owner.sources["job"]) == ("mine", "TRACELOOM_JOB")
-    bare = OwnerFinder(Config()).owners({"1@1": _facts(1, 0, cgroup="/slurm/uid_1/job_7/step_0")})["1@1"]
+    bare = OwnerResolver(Config()).owners({"1@1": _facts(1, 0, cgroup="/slurm/uid_1/job_7/step_0")})["1@1"]
     assert (bare.job, bare.sources["job"]) == ("slurm-7", "cgroup")
 
 
@@ -75,7 +75,7 @@ def test_a_child_has_the_job_of_its_nearest_ancestor_and_no_rank() -> None:
         "4@1": _facts(4, 3),
         "5@1": _facts(5, 99),  # of nobody
     }
-    owners = OwnerFinder(Config()).owners(processes)
+    owners = OwnerResolver(Config()).owners(processes)
     assert [owners[f"{pid}@1"].job for pid in range(1, 6)] == ["slurm-1", "inner", "inner", "inner", ""]
     assert owners["2@1"].rank == 3
     assert owners["3@1"].rank is None
@@ -84,5 +84,5 @@ def test_a_child_has_the_job_of_its_nearest_ancestor_and_no_rank() -> None:
 
 def test_ancestors_in_a_circle_end() -> None:
     """A pid that was given again may stand as the parent of its own ancestor."""
-    owners = OwnerFinder(Config()).owners({"1@1": _facts(1, 2), "2@1": _facts(2, 1)})
+    owners = OwnerResolver(Config()).owners({"1@1": _facts(1, 2), "2@1": _facts(2, 1)})
     assert [owner.job for owner in owners.values()] == ["", ""]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from traceloom.agent.profilers import py_spy
-from traceloom.agent.profilers.py_spy import convert
+from traceloom.agent.profilers.py_spy import convert_stacks
 from traceloom.errors import InputError
 
 RATE, PERIOD_US = 100, 10_000
@@ -71,7 +71,7 @@ def converted(folder: Path, rows: object, **more: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "pid": 101, "rank": 3, "start_ns": 0, "end_ns": 10**18, "rate": RATE, "began_ns": 0, "opened_ns": 0, "threads": list(NAMES),
     }  # fmt: skip
-    convert(str(source), str(target), **usual | more)
+    convert_stacks(str(source), str(target), **usual | more)
     document: dict[str, Any] = json.loads(gzip.decompress(target.read_bytes()))
     return document
 
@@ -171,7 +171,7 @@ def test_what_is_not_understood_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(py_spy, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(py_spy, "_MAX_BYTES", 1000)
     with pytest.raises(InputError, match="larger than anybody reads"):
         converted(tmp_path, events(looks(0)))
 

@@ -20,7 +20,7 @@ import pytest
 from traceloom.cli import trace
 from traceloom.cli.upload import FleetClient
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
-from traceloom.server.client import AgentClient, answer_of
+from traceloom.server.client import AgentClient, decode_answer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 
@@ -177,7 +177,7 @@ def test_what_is_asked_is_spelled_safely(folder: Path) -> None:
 
 @pytest.mark.parametrize("status", [200, 201, 399])
 def test_an_answer_below_400_is_its_json(status: int) -> None:
-    assert answer_of(status, b'{"error": {"slug": "x"}}', "here") == {"error": {"slug": "x"}}
+    assert decode_answer(status, b'{"error": {"slug": "x"}}', "here") == {"error": {"slug": "x"}}
 
 
 # `traceloom trace`, which asks until a request has ended.

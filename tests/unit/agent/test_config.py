@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.config import Config, MetricRule, Paths, XidRule, load, locations
+from traceloom.agent.config import Config, MetricRule, Paths, XidRule, load, resolve_paths
 from traceloom.errors import InputError
 from traceloom.server.settings import host_and_port
 
@@ -106,16 +106,16 @@ def test_a_user_has_places_of_the_own(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    own = locations(Config())
+    own = resolve_paths(Config())
     assert own.socket == tmp_path / "run" / "traceloom" / "agent.sock"
     assert own.history == tmp_path / "state" / "traceloom" / "agent.db"
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert locations(Config()).socket == Path("/run/traceloom/agent.sock")
+    assert resolve_paths(Config()).socket == Path("/run/traceloom/agent.sock")
 
 
 def test_what_is_not_named_lies_beside_what_is() -> None:
     """A second agent, which names a socket and a history of its own, shares nothing with the first."""
-    other = locations(Config(paths=Paths(socket="/run/other/agent.sock", history="/var/lib/other/agent.db")))
+    other = resolve_paths(Config(paths=Paths(socket="/run/other/agent.sock", history="/var/lib/other/agent.db")))
     assert (other.kineto, other.requests, other.traces) == (
         Path("/run/other/kineto"), Path("/var/lib/other/requests.db"), Path("/var/lib/other/traces"),
     )  # fmt: skip

@@ -16,12 +16,12 @@ import pytest
 from support.agent_server import ANNA, BERT, locations_in, process
 from support.prometheus import free_port
 from traceloom.agent.accelerators.backend import Device
-from traceloom.agent.api import HistoryQuestion
+from traceloom.agent.api import HistoryQuery
 from traceloom.agent.config import Accelerators, Collect, Config, Otlp, Owners
 from traceloom.agent.daemon import Agent
-from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
-from traceloom.agent.snapshot import View
-from traceloom.server.access import Peer
+from traceloom.agent.metrics import METRICS, HistogramReading, Reading, SeriesKey
+from traceloom.agent.snapshot import VisibleSnapshot
+from traceloom.server.access import Caller
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
     async def live() -> None:
         with made(tmp_path, Otlp(endpoint=f"http://127.0.0.1:{free_port()}", timeout=0.1)) as agent:  # nobody listens
             steps = METRICS["step_seconds"]
-            histogram = Histogram("step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0)
+            histogram = HistogramReading("step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0)
             agent.board.put("some", [Reading("host_load_ratio", (), 0.5), histogram], time.time_ns())
             agent.asked("/metrics", 200)
             agent.asked("/metrics", 200)
@@ -61,7 +61,7 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             took = time.monotonic() - began
             used = time.process_time()
             agent._sum_up()
-            values: dict[Series, float] = agent.board.sheets["agent"].values
+            values: dict[SeriesKey, float] = agent.board.results["agent"].values
             assert used * 0.99 <= values["agent_cpu_seconds_total", ()] <= time.process_time() * 1.01
             resident = psutil.Process(os.getpid()).memory_info().rss
             assert values["agent_memory_bytes", ()] == pytest.approx(resident, rel=0.2)
@@ -71,13 +71,13 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             assert values["agent_requests_total", ("/api/v1/query", "404")] == 1
             assert values["agent_export_failures_total", ()] == 1
             assert 0 < values["collector_seconds", (collector.name,)] <= took
-            of_others = [sheet for name, sheet in agent.board.sheets.items() if name != "agent"]
+            of_others = [sheet for name, sheet in agent.board.results.items() if name != "agent"]
             number = sum(len(sheet.values) + len(sheet.histograms) for sheet in of_others)
             assert values["agent_series", ()] == number >= 2  # as it was when the agent counted
 
             agent.history.lost["full-disk"] = 3
             agent._sum_up()
-            assert agent.board.sheets["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
+            assert agent.board.results["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
 
     asyncio.run(live())
 
@@ -149,20 +149,20 @@ def test_the_history_has_no_command_lines_for_who_only_reads(tmp_path: Path, on_
             agent.board.put("processes", readings, now_ns)
             agent.history.keep(agent.board, now_ns)
 
-        def told(peer: Peer, by: tuple[str, ...] = (), where: dict[str, str] | None = None) -> list[str]:
-            question = HistoryQuestion(
+        def told(peer: Caller, by: tuple[str, ...] = (), where: dict[str, str] | None = None) -> list[str]:
+            question = HistoryQuery(
                 metric="process_info", since_ns=now_ns - 2 * 86_400 * 10**9, until_ns=now_ns + 10**9, by=by,
-                where=where or {}, seen_as=View(agent.board, peer).seen_as,
+                where=where or {}, seen_as=VisibleSnapshot(agent.board, peer).seen_as,
             )  # fmt: skip
             return sorted(series.labels["command"] for series in asyncio.run(agent.query(question)))
 
-        reader = Peer(name="token prometheus", sees="all")
+        reader = Caller(name="token prometheus", sees="all")
         assert told(reader) == ["", ""]
         assert told(reader, by=("command",)) == [""]
         assert told(reader, where={"command": bert.command}) == []  # nor can one be guessed
-        assert told(Peer(name="anna", uid=ANNA, sees="own")) == [anna.command]
-        assert told(Peer(name="tcp 127.0.0.1", sees="host")) == []
-        root = Peer(name="root", uid=0, sees="all", acts=True, commands=True)
+        assert told(Caller(name="anna", uid=ANNA, sees="own")) == [anna.command]
+        assert told(Caller(name="tcp 127.0.0.1", sees="host")) == []
+        root = Caller(name="root", uid=0, sees="all", acts=True, commands=True)
         assert told(root) == [anna.command, bert.command]
 
 

@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 import traceloom
-from traceloom.agent.config import Config, Locations, load, locations
+from traceloom.agent.config import AgentPaths, Config, load, resolve_paths
 from traceloom.agent.daemon import notify_ready
-from traceloom.cli import parser
+from traceloom.cli import build_parser
 from traceloom.server.settings import Tcp, host_and_port
 
 if sys.version_info >= (3, 11):
@@ -54,16 +54,16 @@ def docker(instruction: str) -> list[str]:
 
 def understood(words: Sequence[str]) -> Any:
     """What our command line makes of the words after `traceloom`."""
-    return parser(["agent"]).parse_args(list(words))
+    return build_parser(["agent"]).parse_args(list(words))
 
 
 @pytest.fixture
-def of_root(monkeypatch: pytest.MonkeyPatch) -> Locations:
+def of_root(monkeypatch: pytest.MonkeyPatch) -> AgentPaths:
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    return locations(Config())
+    return resolve_paths(Config())
 
 
-def test_the_unit_starts_the_agent_where_it_keeps_its_files(of_root: Locations) -> None:
+def test_the_unit_starts_the_agent_where_it_keeps_its_files(of_root: AgentPaths) -> None:
     service = unit()
     program, *words = shlex.split(service["ExecStart"])
     assert Path(program).name == "traceloom"
@@ -119,7 +119,7 @@ def test_the_configuration_of_the_map_is_one(tmp_path: Path) -> None:
     assert [(token.name, token.may, len(token.sha256)) for token in config.tcp.tokens] == [("prometheus", "read", 64)]
 
 
-def test_the_daemon_set_agrees_with_its_map_and_the_code(of_root: Locations) -> None:
+def test_the_daemon_set_agrees_with_its_map_and_the_code(of_root: AgentPaths) -> None:
     documents = manifests()
     config: Tcp = load_tcp(documents["ConfigMap"]["data"]["agent.toml"])
     template = documents["DaemonSet"]["spec"]["template"]
@@ -156,7 +156,7 @@ def test_the_pod_has_the_rights_of_the_unit() -> None:
     assert {f"CAP_{name}" for name in rights["add"]} == set(unit()["CapabilityBoundingSet"].split())
 
 
-def test_the_image_has_extras_that_exist_and_starts_the_agent(of_root: Locations) -> None:
+def test_the_image_has_extras_that_exist_and_starts_the_agent(of_root: AgentPaths) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = re.search(r"\[([a-z,]+)\]", "".join(docker("RUN")))
     assert extras is not None

@@ -16,10 +16,10 @@ from support.agent_server import SmallAgent, ask, listening, locations_in
 from support.host_tree import HostTree
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.api import Check
-from traceloom.agent.collectors.host import HostMemory
-from traceloom.agent.collectors.owned_processes import OwnedProcesses
+from traceloom.agent.collectors.host import MemoryCollector
+from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
 from traceloom.agent.config import Config, Owners
-from traceloom.agent.doctor import by_hand, examine
+from traceloom.agent.doctor import examine_parts, examine_without_agent
 from traceloom.agent.metrics import Reading
 from traceloom.agent.steps import ProbedStepClock
 from traceloom.server.settings import Tcp
@@ -38,7 +38,7 @@ def listed(*names: str) -> str:
 
 
 def of_jobs(tree: HostTree, directory: Path) -> list[Check]:
-    return [check for check in by_hand(tree.config(), locations_in(directory)) if check.area == "jobs"]
+    return [check for check in examine_without_agent(tree.config(), locations_in(directory)) if check.area == "jobs"]
 
 
 @pytest.fixture
@@ -125,9 +125,9 @@ class RefusedClock(ProbedStepClock):
 def test_where_libraries_of_processes_lie_is_said_as_what_is_of_processes(tree: HostTree, tmp_path: Path) -> None:
     config = tree.config()
     accelerators = AcceleratorCollector(config)
-    owned = OwnedProcesses(config, accelerators)
-    clock, host = RefusedClock(config, list), HostMemory(config)
-    checks = examine(config, locations_in(tmp_path), [clock, host], owned, trouble={}, empty=(), unwritten={})
+    owned = OwnedProcessCollector(config, accelerators)
+    clock, host = RefusedClock(config, list), MemoryCollector(config)
+    checks = examine_parts(config, locations_in(tmp_path), [clock, host], owned, errors={}, empty=(), unwritten={})
     accelerators.close()
     assert [check.area for check in checks if "/home/bert" in check.why] == ["jobs"]
     # What is said of the host stays for everybody.
@@ -165,7 +165,7 @@ def test_directories_that_may_not_be_entered_are_no_defect() -> None:
         tree.write("proc/net/unix", listed())
         closed.mkdir(mode=0o700)
         config = msgspec.structs.replace(tree.config(), owners=Owners(kubelet=str(closed / "pods" / "kubelet.sock")))
-        checks = as_another(lambda: by_hand(config, locations_in(closed / "deeper")))
+        checks = as_another(lambda: examine_without_agent(config, locations_in(closed / "deeper")))
     files = [(check["name"], check["works"], check["why"]) for check in checks if check["area"] == "files"]
     assert files == [(name, "no", f"{closed} cannot be written") for name in ("socket", "history", "audit")]
     assert [check["works"] for check in checks if check["area"] == "rights"] == ["partly"]
@@ -173,12 +173,20 @@ def test_directories_that_may_not_be_entered_are_no_defect() -> None:
 
 def test_files_and_what_would_help(tree: HostTree, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    good = [check for check in by_hand(tree.config(), locations_in(tmp_path / "new" / "deep")) if check.area == "files"]
+    good = [
+        check
+        for check in examine_without_agent(tree.config(), locations_in(tmp_path / "new" / "deep"))
+        if check.area == "files"
+    ]
     assert [(check.name, check.works, check.help) for check in good] == [
         ("socket", "yes", ""), ("history", "yes", ""), ("audit", "yes", ""),
     ]  # fmt: skip
     assert not (tmp_path / "new").exists()  # it only looks
-    bad = [check for check in by_hand(tree.config(), locations_in(tmp_path / "file" / "deep")) if check.area == "files"]
+    bad = [
+        check
+        for check in examine_without_agent(tree.config(), locations_in(tmp_path / "file" / "deep"))
+        if check.area == "files"
+    ]
     assert [(check.works, check.help) for check in bad] == [
         ("no", f"`paths.{name}` of agent.toml names another one") for name in ("socket", "history", "audit")
     ]

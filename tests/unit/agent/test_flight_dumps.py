@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from support.waiting import until
-from traceloom.agent.hangs.flight_recorder import MOST_BYTES, NoFlightDumpError, fetch
-from traceloom.agent.ownership.environment import flight_variables
+from traceloom.agent.hangs.flight_recorder import MAX_BYTES, NoFlightDumpError, fetch_flight_record
+from traceloom.agent.ownership.environment import create_flight_variables
 from traceloom.agent.ownership.model import Owner, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
@@ -84,7 +84,7 @@ def rank(pid: int, **declared: str) -> Process:
 
 def test_a_process_that_was_not_started_for_it() -> None:
     with pytest.raises(NoFlightDumpError, match="it was not started for that"):
-        fetch(rank(os.getpid()), time.time_ns())
+        fetch_flight_record(rank(os.getpid()), time.time_ns())
 
 
 def test_the_pipe_makes_it_write_a_dump_that_is_read_when_it_is_whole(short: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_pipe_makes_it_write_a_dump_that_is_read_when_it_is_whole(short: Pat
         nccl.pid, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr", TORCH_NCCL_DEBUG_INFO_TEMP_FILE=f"{short}/dump"
     )
     try:
-        dump = fetch(process, time.time_ns())
+        dump = fetch_flight_record(process, time.time_ns())
     finally:
         nccl.kill()
         nccl.communicate()
@@ -102,13 +102,13 @@ def test_the_pipe_makes_it_write_a_dump_that_is_read_when_it_is_whole(short: Pat
 
 
 def test_what_agent_env_prepares_is_what_is_asked_for() -> None:
-    variables, others = flight_variables(), flight_variables()
+    variables, others = create_flight_variables(), create_flight_variables()
     assert variables != others  # of two jobs on one host neither takes the other's pipe away
     pipe = Path(f"{variables['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe")
     dump = Path(f"{variables['TORCH_FR_DUMP_TEMP_FILE']}3")
     nccl = started(NCCL, str(pipe), str(dump))
     try:
-        assert fetch(rank(nccl.pid, **variables), time.time_ns()).how == "asked by its pipe"
+        assert fetch_flight_record(rank(nccl.pid, **variables), time.time_ns()).how == "asked by its pipe"
     finally:
         nccl.kill()
         nccl.communicate()
@@ -122,7 +122,7 @@ def test_a_pipe_that_another_process_has_is_not_written_to(short: Path) -> None:
     child = started("print('up', flush=True); import time; time.sleep(3600)")
     try:
         with pytest.raises(NoFlightDumpError, match="has not opened the pipe"):
-            fetch(rank(child.pid, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr"), time.time_ns())
+            fetch_flight_record(rank(child.pid, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr"), time.time_ns())
         assert os.read(reader, 10) == b""  # nobody has written
     finally:
         os.close(reader)
@@ -135,10 +135,10 @@ def test_what_the_watchdog_has_written_counts_if_it_is_of_this_hang(tmp_path: Pa
     path.write_bytes(pickle.dumps(RECORD, 2))
     process = rank(os.getpid(), TORCH_FR_DUMP_TEMP_FILE=f"{tmp_path}/fr")
     since_ns = path.stat().st_mtime_ns
-    dump = fetch(process, since_ns)
+    dump = fetch_flight_record(process, since_ns)
     assert (dump.kind, dump.how) == ("pickle", "its watchdog has written it")
     with pytest.raises(NoFlightDumpError):
-        fetch(process, since_ns + 1)
+        fetch_flight_record(process, since_ns + 1)
 
 
 def link(path: Path) -> None:
@@ -162,7 +162,7 @@ def of_another_user(path: Path) -> None:
 
 def large(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
+        file.truncate(MAX_BYTES + 1)
 
 
 def with_code(path: Path) -> None:
@@ -173,7 +173,7 @@ def with_code(path: Path) -> None:
 def test_no_other_file_is_read(tmp_path: Path, make: object) -> None:
     make(tmp_path / "fr3")  # type: ignore[operator]
     with pytest.raises(NoFlightDumpError) as raised:
-        fetch(rank(os.getpid(), TORCH_FR_DUMP_TEMP_FILE=f"{tmp_path}/fr"), 0)
+        fetch_flight_record(rank(os.getpid(), TORCH_FR_DUMP_TEMP_FILE=f"{tmp_path}/fr"), 0)
     assert str(raised.value)
 
 
@@ -183,11 +183,11 @@ def test_a_control_server_is_asked(short: Path, answer: str) -> None:
     try:
         process = rank(server.pid, TORCH_WORKER_SERVER_SOCKET=f"{short}/w")
         if answer == "record":
-            dump = fetch(process, 0)
+            dump = fetch_flight_record(process, 0)
             assert (dump.kind, dump.how) == ("json", "asked its control server")
         else:
             with pytest.raises(NoFlightDumpError, match=r"does not come to an end|answers 500"):
-                fetch(process, 0)
+                fetch_flight_record(process, 0)
     finally:
         server.kill()
         server.communicate()
@@ -199,7 +199,7 @@ def test_a_socket_of_another_process_is_not_asked(short: Path) -> None:
     try:
         until((short / "w").exists)
         with pytest.raises(NoFlightDumpError, match="another process listens"):
-            fetch(rank(child.pid, TORCH_WORKER_SERVER_SOCKET=f"{short}/w"), 0)
+            fetch_flight_record(rank(child.pid, TORCH_WORKER_SERVER_SOCKET=f"{short}/w"), 0)
     finally:
         for process in (server, child):
             process.kill()
@@ -211,4 +211,4 @@ def test_without_a_rank_there_is_none() -> None:
 
     process = msgspec.structs.replace(rank(os.getpid()), owner=Owner(job="j"))
     with pytest.raises(NoFlightDumpError, match="no rank"):
-        fetch(process, 0)
+        fetch_flight_record(process, 0)

@@ -18,10 +18,10 @@ from traceloom.agent.hangs.flight_recorder import (
     FlightFindings,
     FlightRecord,
     FlightVerdict,
-    judged,
-    of_files,
-    plain_values,
-    record_of,
+    analyse_flight_files,
+    decode_plain_values,
+    find_late_ranks,
+    parse_flight_record,
 )
 
 Row = dict[str, Any]
@@ -53,7 +53,9 @@ def dump(entries: Sequence[Row], members: dict[str, str] | None = None) -> Row:
 
 
 def verdict(*dumps: Row) -> FlightVerdict:
-    return judged([record_of(plain_values(pickle.dumps(each, 2)), rank) for rank, each in enumerate(dumps)])
+    return find_late_ranks(
+        [parse_flight_record(decode_plain_values(pickle.dumps(each, 2)), rank) for rank, each in enumerate(dumps)]
+    )
 
 
 DONE = [entry("0", number) for number in (1, 2, 3)]
@@ -142,8 +144,8 @@ def test_the_records_of_stock_torch_are_read_both_ways(tmp_path: Path) -> None:
             dist.all_reduce(torch.ones(4))
         # The thread of the group notes that one is done just after who waits for it goes on.
         ways = [
-            lambda: whole(record_of(plain_values(bytes(c10d._dump_fr_trace())), 0)),
-            lambda: whole(record_of(plain_values(bytes(c10d._dump_fr_trace_json())), 0)),
+            lambda: whole(parse_flight_record(decode_plain_values(bytes(c10d._dump_fr_trace())), 0)),
+            lambda: whole(parse_flight_record(decode_plain_values(bytes(c10d._dump_fr_trace_json())), 0)),
         ]
         records = [until(way) for way in ways]
     finally:
@@ -174,7 +176,7 @@ class Shell:
 def test_nothing_of_a_pickle_is_run(tmp_path: Path, protocol: int) -> None:
     mark = tmp_path / "mark"
     with pytest.raises(ValueError, match=r"more than plain values|neither a pickle"):
-        plain_values(pickle.dumps({"version": "2.10", "entries": [Shell(mark)]}, protocol))
+        decode_plain_values(pickle.dumps({"version": "2.10", "entries": [Shell(mark)]}, protocol))
     assert not mark.exists()
 
 
@@ -202,13 +204,13 @@ HOSTILE = {
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        record_of(plain_values(data), 0)
+        parse_flight_record(decode_plain_values(data), 0)
 
 
 def test_depth_is_harmless() -> None:
     deep = b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
     with pytest.raises(ValueError, match="no flight record"):
-        record_of(plain_values(deep), 0)
+        parse_flight_record(decode_plain_values(deep), 0)
 
 
 STRANGE: dict[str, Any] = {
@@ -225,7 +227,7 @@ STRANGE: dict[str, Any] = {
 @pytest.mark.parametrize("entries", STRANGE.values(), ids=STRANGE.keys())
 def test_strange_entries_do_no_harm(entries: list[Any]) -> None:
     document = {"version": "2.10", "entries": entries, "pg_status": {"0": 7, 3: {}}, "pg_config": {"0": {"ranks": 5}}}
-    assert judged([record_of(plain_values(pickle.dumps(document, 2)), 0)]).sentence
+    assert find_late_ranks([parse_flight_record(decode_plain_values(pickle.dumps(document, 2)), 0)]).sentence
 
 
 @pytest.mark.parametrize("group", [None, (), ("",), ("", ""), "0", 7, ["0"]], ids=repr)
@@ -243,7 +245,7 @@ def test_lists_that_are_shared_cost_no_more_than_their_bytes() -> None:
     frames = [{"name": "f", "filename": "g", "line": 1}] * 30_000
     entries = [entry("0", 1, state="started") | {"frames": frames}] * 30_000
     data = pickle.dumps({"version": "2.10", "entries": entries}, 2)
-    record = record_of(plain_values(data), 0)
+    record = parse_flight_record(decode_plain_values(data), 0)
     assert len(record.entries) == 20_000
 
 
@@ -255,6 +257,6 @@ def test_files_that_are_bad_cost_the_others_nothing(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_bytes(b"\x80\x02cos\nsystem\n.")
     files = {"0": str(waiting), "1": str(missing), "2": str(bad), "3": str(tmp_path / "absent")}
-    findings = msgspec.convert(of_files(files), FlightFindings, strict=False)
+    findings = msgspec.convert(analyse_flight_files(files), FlightFindings, strict=False)
     assert findings.verdict.ranks == (1,)
     assert set(findings.bad) == {"2", "3"}

@@ -9,15 +9,15 @@ import pytest
 from support.devices import values
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.flops import (
-    PEAKS,
+    PEAKS_FILE,
     FlopRate,
     MatrixTypes,
-    calibration,
-    declared_types,
-    device_model,
-    estimate,
-    flop_per_clock,
-    relative_peak,
+    compute_estimate_error,
+    compute_relative_peak,
+    estimate_flops,
+    find_device_model,
+    load_flop_per_clock,
+    parse_declared_types,
 )
 
 SMS, CLOCK = 132, 1.5e9
@@ -32,7 +32,7 @@ def read(pipes: dict[str, float], device: Device = H100, types: tuple[MatrixType
     """(method, low, high) in FLOP per clock of one multiprocessor, and all readings."""
     sampled = {("gpu_pipe_active_ratio", (pipe,)): active for pipe, active in pipes.items()}
     sampled |= {(metric, ()): value for metric, value in others.items()}
-    readings, missing = estimate(device, {**sampled, ("gpu_clock_hertz", ("sm",)): CLOCK}, types)
+    readings, missing = estimate_flops(device, {**sampled, ("gpu_clock_hertz", ("sm",)): CLOCK}, types)
     rates = {labels[1:]: value / SMS / CLOCK for labels, value in values(readings, "gpu_flops").items()}
     methods = {method for method, _ in rates}
     bounds = tuple(round(rates[method, bound], 6) for method in methods for bound in ("low", "high"))
@@ -41,13 +41,13 @@ def read(pipes: dict[str, float], device: Device = H100, types: tuple[MatrixType
 
 def test_the_table_gives_the_peaks_of_the_data_sheets() -> None:
     names = set()
-    for entry in json.loads(PEAKS.read_text(encoding="utf-8"))["devices"]:
+    for entry in json.loads(PEAKS_FILE.read_text(encoding="utf-8"))["devices"]:
         if entry["name"] in NOT_IN_THE_TABLE:
-            assert device_model(entry["name"]).architecture == ""
+            assert find_device_model(entry["name"]).architecture == ""
             continue
-        model = device_model(entry["name"])
+        model = find_device_model(entry["name"])
         names.add(model.name)
-        units = flop_per_clock()[model.architecture]
+        units = load_flop_per_clock()[model.architecture]
         for kind, peak in entry["flops"].items():
             matrix = kind.endswith("_matrix") or kind not in ("fp64", "fp32")
             unit = f"{kind.removesuffix('_matrix')}_matrix" if matrix else kind
@@ -62,15 +62,15 @@ def test_the_table_gives_the_peaks_of_the_data_sheets() -> None:
     [("tf32", 2048), ("bf16", 4096), ("fp16", 4096), ("float8_e4m3fn", 8192), ("torch.bfloat16", 4096)],
 )
 def test_a_declared_type_is_taken(kind: str, rate: float) -> None:
-    types = declared_types(kind)
+    types = parse_declared_types(kind)
     assert types is not None
     result, _, _ = read(PIPES, types=(types,))
     assert result == ("declared", 0.5 * rate, 0.5 * rate)
 
 
 def test_what_is_no_type_of_matrix_units_declares_nothing() -> None:
-    assert declared_types("int4") is None
-    assert declared_types("") is None
+    assert parse_declared_types("int4") is None
+    assert parse_declared_types("") is None
 
 
 def test_a_mix_of_types_of_a_trace_is_by_flops_not_by_time() -> None:
@@ -143,10 +143,10 @@ def test_a_real_device_is_estimated_within_three_percent(
         ("gpu_pipe_active_ratio", (pipe,)): active for pipe, active in {**dict.fromkeys(PIPES, 0.0), **pipes}.items()
     }
     sampled["gpu_clock_hertz", ("sm",)] = clock
-    declared = declared_types(kind)
-    exact = values(estimate(H100, sampled, (declared,) if declared else ())[0], "gpu_flops")
+    declared = parse_declared_types(kind)
+    exact = values(estimate_flops(H100, sampled, (declared,) if declared else ())[0], "gpu_flops")
     assert list(exact.values()) == pytest.approx([counted] * 2, rel=0.03)
-    low, high = values(estimate(H100, sampled)[0], "gpu_flops").values()
+    low, high = values(estimate_flops(H100, sampled)[0], "gpu_flops").values()
     assert low <= 1.03 * counted, "nothing is declared"
     assert high >= 0.97 * counted
 
@@ -156,7 +156,7 @@ def test_integer_products_of_an_older_generation_do_half_of_what_their_pipe_coul
         ("gpu_pipe_active_ratio", ("imma",)): 0.130969
     }
     sampled["gpu_clock_hertz", ("sm",)] = 1.98e9
-    (most,) = values(estimate(H100, sampled)[0], "gpu_integer_ops").values()
+    (most,) = values(estimate_flops(H100, sampled)[0], "gpu_integer_ops").values()
     assert 0.45 < 132.85e12 / most < 0.5, "torch._int_mm on the same H100"
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_estimated_is_absent_with_a_reason() -> None:
     _, readings, missing = read({})
     assert readings == []
     assert missing["gpu_flops"] == "the activity of the pipes is not known"
-    readings, missing = estimate(H100, {("gpu_pipe_active_ratio", ("hmma",)): 0.5})
+    readings, missing = estimate_flops(H100, {("gpu_pipe_active_ratio", ("hmma",)): 0.5})
     assert readings == []
     assert missing["gpu_flops"] == "the clock is not known"
 
@@ -199,16 +199,18 @@ def test_what_cannot_be_estimated_is_absent_with_a_reason() -> None:
     ("low", "high", "error"), [(110.0, 110.0, 0.1), (90.0, 90.0, -0.1), (90.0, 110.0, 0.0), (120.0, 200.0, 0.2)]
 )
 def test_an_estimate_is_compared_with_counted_flops(low: float, high: float, error: float) -> None:
-    assert calibration(FlopRate(low, high, "ratio"), 50.0, 2.0) == pytest.approx(error)
+    assert compute_estimate_error(FlopRate(low, high, "ratio"), 50.0, 2.0) == pytest.approx(error)
 
 
 def test_without_steps_there_is_nothing_to_compare_with() -> None:
-    assert calibration(FlopRate(1.0, 1.0, "ratio"), 50.0, 0.0) is None
+    assert compute_estimate_error(FlopRate(1.0, 1.0, "ratio"), 50.0, 0.0) is None
 
 
 def test_devices_are_compared_by_their_peaks() -> None:
-    a100 = device_model("NVIDIA A100-SXM4-80GB")
-    assert relative_peak(device_model("nvidia h100  80GB HBM3"), a100) == pytest.approx(989.4 / 312)
-    assert relative_peak(device_model("Tesla T4"), a100) == pytest.approx(65 / 312), "FP16 where there is no BF16"
-    assert relative_peak(None, a100) is None
-    assert device_model("H100") is None, "a part of a name can be another device"
+    a100 = find_device_model("NVIDIA A100-SXM4-80GB")
+    assert compute_relative_peak(find_device_model("nvidia h100  80GB HBM3"), a100) == pytest.approx(989.4 / 312)
+    assert compute_relative_peak(find_device_model("Tesla T4"), a100) == pytest.approx(65 / 312), (
+        "FP16 where there is no BF16"
+    )
+    assert compute_relative_peak(None, a100) is None
+    assert find_device_model("H100") is None, "a part of a name can be another device"

@@ -9,10 +9,10 @@ import pytest
 
 from support.devices import ByHand
 from support.host_tree import HostTree
-from traceloom.agent.accelerators.backend import Watched
+from traceloom.agent.accelerators.backend import TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.collectors.owned_processes import OwnedProcesses
-from traceloom.agent.hangs.stacks import GroupedStacks, grouped, numbers, waits_in
+from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
+from traceloom.agent.hangs.stacks import GroupedStacks, find_waiting_call, format_ranges, group_stacks
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
@@ -48,7 +48,7 @@ def _dump(pid: int, *stacks: Sequence[Frame]) -> StackDump:
 def _job(*stacks: Sequence[Frame]) -> GroupedStacks:
     """One rank for each stack, with pids from 100."""
     dumps = {100 + rank: _dump(100 + rank, frames) for rank, frames in enumerate(stacks)}
-    return grouped([_process(100 + rank, rank) for rank in range(len(stacks))], dumps, {})
+    return group_stacks([_process(100 + rank, rank) for rank in range(len(stacks))], dumps, {})
 
 
 def test_a_rank_that_ended_is_missed_by_what_torchrun_told_the_others(tmp_path: Path) -> None:
@@ -57,11 +57,13 @@ def test_a_rank_that_ended_is_missed_by_what_torchrun_told_the_others(tmp_path: 
     for rank in range(3):
         torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
         tree.process(100 + rank, environment={**torchrun, "TRACELOOM_JOB": "run1"})
-    accelerators = AcceleratorCollector(tree.config(), [Watched("by-hand", ByHand)])
+    accelerators = AcceleratorCollector(tree.config(), [TimeLimitedBackend("by-hand", ByHand)])
     accelerators.close()
-    owned = OwnedProcesses(tree.config(), accelerators)
+    owned = OwnedProcessCollector(tree.config(), accelerators)
     owned.collect()
-    stacks = grouped(list(owned.owned.values()), {100 + rank: _dump(100 + rank, REDUCING) for rank in range(3)}, {})
+    stacks = group_stacks(
+        list(owned.owned.values()), {100 + rank: _dump(100 + rank, REDUCING) for rank in range(3)}, {}
+    )
     assert stacks.sentence.endswith("rank 3 is not seen: it has no process on this host")
 
 
@@ -112,7 +114,7 @@ def test_another_line_of_the_same_program_is_elsewhere() -> None:
 def test_a_process_that_loads_data_is_no_rank() -> None:
     processes = [_process(100, 0), _process(101, 1), _process(200, 1, parent=101), _process(50, None)]
     dumps = {100: _dump(100, REDUCING), 101: _dump(101, REDUCING), 200: _dump(200, LOADING), 50: _dump(50, LOADING)}
-    stacks = grouped(processes, dumps, {})
+    stacks = group_stacks(processes, dumps, {})
     assert stacks.sentence == "ranks 0, 1 wait in `all_reduce`"
     assert [(group.role, group.ranks, group.pids) for group in stacks.groups] == [
         ("rank", (0, 1), (100, 101)), ("worker", (1,), (50, 200)),
@@ -121,7 +123,7 @@ def test_a_process_that_loads_data_is_no_rank() -> None:
 
 def test_other_threads_are_grouped_by_name() -> None:
     dumps = {100: _dump(100, REDUCING, COMPUTING), 101: _dump(101, REDUCING, COMPUTING, LOADING)}
-    stacks = grouped([_process(100, 0), _process(101, 1)], dumps, {})
+    stacks = group_stacks([_process(100, 0), _process(101, 1)], dumps, {})
     assert [(group.role, group.thread, group.ranks) for group in stacks.groups] == [
         ("rank", "", (0, 1)), ("thread", "thread 1", (0, 1)), ("thread", "thread 2", (1,)),
     ]  # fmt: skip
@@ -134,7 +136,7 @@ def test_addresses_differ_between_processes_and_are_left_out() -> None:
 
 def test_ranks_that_are_not_seen_are_named_with_the_reason() -> None:
     processes = [_process(100 + rank, rank, world=4) for rank in (0, 1, 3)]
-    stacks = grouped(processes, {100: _dump(100, REDUCING), 101: _dump(101, REDUCING)}, {103: "it has ended"})
+    stacks = group_stacks(processes, {100: _dump(100, REDUCING), 101: _dump(101, REDUCING)}, {103: "it has ended"})
     assert stacks.sentence == (
         "ranks 0, 1 wait in `all_reduce`; rank 3 is not seen: it has ended; "
         "rank 2 is not seen: it has no process on this host"
@@ -144,7 +146,7 @@ def test_ranks_that_are_not_seen_are_named_with_the_reason() -> None:
 
 def test_steps_tell_how_far_behind_it_is() -> None:
     dumps = {100: _dump(100, REDUCING), 101: _dump(101, LOADING)}
-    stacks = grouped([_process(100, 0), _process(101, 1)], dumps, {}, {100: 12, 101: 10})
+    stacks = group_stacks([_process(100, 0), _process(101, 1)], dumps, {}, {100: 12, 101: 10})
     assert stacks.sentence.startswith("rank 1 is in `load_batch` (data.py:31) after 10 steps, the others after 12;")
 
 
@@ -161,27 +163,27 @@ def test_steps_tell_how_far_behind_it_is() -> None:
     ],
 )
 def test_what_is_waited_in(name: str, file: str, line: int, waits: str) -> None:
-    assert waits_in([TRAIN, Frame(name, file, line)]) == waits
+    assert find_waiting_call([TRAIN, Frame(name, file, line)]) == waits
 
 
 def test_runs_of_numbers() -> None:
-    assert numbers([5, 0, 1, 2, 3]) == "0-3, 5"
-    assert numbers([1, 0, 3]) == "0, 1, 3"
-    assert numbers([]) == ""
+    assert format_ranges([5, 0, 1, 2, 3]) == "0-3, 5"
+    assert format_ranges([1, 0, 3]) == "0, 1, 3"
+    assert format_ranges([]) == ""
 
 
 def test_a_wait_that_is_known_from_elsewhere_counts_where_the_stack_shows_none() -> None:
     stacks = {100: LOADING, 101: COMPUTING, 102: REDUCING}
     dumps = {pid: _dump(pid, frames) for pid, frames in stacks.items()}
     processes = [_process(pid, pid - 100) for pid in stacks]
-    alone = grouped(processes, dumps, {})
+    alone = group_stacks(processes, dumps, {})
     assert {rank for group in alone.groups if group.elsewhere for rank in group.ranks} == {0, 1}
     # Rank 1 is in `work.wait()`, which Python's calls do not show; rank 2's own stack says what it is in.
-    both = grouped(processes, dumps, {}, waits={101: "all_reduce", 102: "broadcast"})
+    both = group_stacks(processes, dumps, {}, waits={101: "all_reduce", 102: "broadcast"})
     assert [group.ranks for group in both.groups if group.elsewhere] == [(0,)]
     assert both.sentence == "rank 0 is in `load_batch` (data.py:31); ranks 1, 2 wait in `all_reduce`"
 
 
 def test_ranks_that_ended_have_that_as_their_reason() -> None:
-    stacks = grouped([_process(100, 0)], {100: _dump(100, REDUCING)}, {}, ended={3: "its process 7 ended 2 s ago"})
+    stacks = group_stacks([_process(100, 0)], {100: _dump(100, REDUCING)}, {}, ended={3: "its process 7 ended 2 s ago"})
     assert stacks.sentence == "rank 0 waits in `all_reduce`; rank 3 is not seen: its process 7 ended 2 s ago"

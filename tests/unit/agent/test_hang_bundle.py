@@ -18,10 +18,17 @@ import msgspec
 import pytest
 
 from traceloom.agent.hangs import bundle
-from traceloom.agent.hangs.bundle import HangEvent, HangReport, HangScene, HungDevice, page, write_bundle
+from traceloom.agent.hangs.bundle import (
+    HangContext,
+    HangEvent,
+    HangReport,
+    HungDevice,
+    render_bundle_page,
+    write_bundle,
+)
 from traceloom.agent.hangs.detector import Hang, HungProcess
 from traceloom.agent.hangs.flight_recorder import FlightVerdict
-from traceloom.agent.hangs.stacks import grouped
+from traceloom.agent.hangs.stacks import group_stacks
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
@@ -58,8 +65,8 @@ def judged(
         )
         for each, frames in zip(processes, stacks, strict=True)
     }  # fmt: skip
-    groups = grouped(processes, dumps, {})
-    sentence, ranks, witnesses = bundle._judged(hang(*processes), processes, groups, groups, flight)
+    groups = group_stacks(processes, dumps, {})
+    sentence, ranks, witnesses = bundle._find_blocking_ranks(hang(*processes), processes, groups, groups, flight)
     assert sentence.startswith("job j: no step for 61.0 s, where one took 500 ms: ")
     return sentence.partition("500 ms: ")[2], ranks, [witness.source for witness in witnesses]
 
@@ -100,8 +107,8 @@ def test_all_wait_alike(world: int, ending: str) -> None:
 
 def test_a_job_that_works_too_long_is_told_as_that() -> None:
     processes = [process(0)]
-    groups = grouped(processes, {}, {processes[0].pid: "py-spy is not installed beside the agent"})
-    sentence, _, _ = bundle._judged(hang(*processes, busy=True), processes, groups, groups, None)
+    groups = group_stacks(processes, {}, {processes[0].pid: "py-spy is not installed beside the agent"})
+    sentence, _, _ = bundle._find_blocking_ranks(hang(*processes, busy=True), processes, groups, groups, None)
     assert sentence == (
         "job j: its processes work, but no step for 61.0 s, where one took 500 ms: "
         "rank 0 is not seen: py-spy is not installed beside the agent"
@@ -128,9 +135,9 @@ def sleeping() -> Iterator[Process]:
         yield each
 
 
-def scene(of: Process, host: str = "node-1") -> HangScene:
+def scene(of: Process, host: str = "node-1") -> HangContext:
     series = {("gpu_power_watts", ("GPU-a",)): (array("q", [1, 2]), array("d", [300.0, 90.0]))}
-    return HangScene(
+    return HangContext(
         host=host, processes=(of,), series=series,
         devices=(
             HungDevice(uuid="GPU-a", index="0", model="H100", values={"traceloom_gpu_busy_ratio": 1.0}),
@@ -215,13 +222,13 @@ def test_names_of_strangers_are_no_markup() -> None:
         time_ns=1, pid=processes[0].pid, rank=0, native=False,
         threads=(ThreadStack(id=processes[0].pid, name=bad, active=False, frames=frames),),
     )  # fmt: skip
-    groups = grouped(processes, {processes[0].pid: dump}, {})
+    groups = group_stacks(processes, {processes[0].pid: dump}, {})
     report = HangReport(
         host="h", job=bad, uid=1, since_ns=0, seen_ns=1, median_step_seconds=1.0, sentence=f"job {bad}", ranks=(),
         witnesses=(bundle.Witness(source="stacks", sentence=bad),), members=(),
         devices=(HungDevice(uuid=bad, index=bad, model=bad),), events=(), files=("hang.md",), left_out={"x": bad},
     )  # fmt: skip
-    text = page(report, groups)
+    text = render_bundle_page(report, groups)
     assert "\x1b" not in text
     fences = [line for line in text.splitlines() if "```" in line]
     assert set(fences) == {"```text", "```"}

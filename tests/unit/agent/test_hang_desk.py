@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from traceloom.agent.config import Config, Hangs, HistorySettings
-from traceloom.agent.hangs.service import HangDesk, HangRecord
+from traceloom.agent.hangs.service import HangRecord, HangService
 from traceloom.agent.history import History
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 QUICK = Hangs(least=0.05, steps=0.1, every=1e-6)
@@ -48,12 +48,12 @@ class Desk:
 
     def __init__(self, directory: Path, process: Process, settings: Hangs = QUICK, boot_id: str = "boot") -> None:
         self.process, self.noted = process, list[tuple[str, dict[str, object]]]()
-        self.steps, board = Steps(), Board()
+        self.steps, board = StepCounter(), Snapshot()
         board.processes = {process.key: process}
         board.put("processes", [Reading("process_threads", (process.key,), 1.0)], 1)
-        self.desk = HangDesk(
+        self.desk = HangService(
             Config(hangs=settings), board, History(None, HistorySettings()), self.steps,
-            places=Places(directory / "traces"), path=directory / "hangs.json", boot_id=boot_id,
+            places=TraceDirectories(directory / "traces"), path=directory / "hangs.json", boot_id=boot_id,
             note=lambda what, details: self.noted.append((what, details)),
         )  # fmt: skip
 

@@ -9,9 +9,9 @@ import pytest
 
 from traceloom.agent import steps as module
 from traceloom.agent.config import Hangs
-from traceloom.agent.hangs.detector import Hang, HangWatch, JobKey
+from traceloom.agent.hangs.detector import Hang, HangDetector, JobKey
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.steps import Steps, StepsTaken
+from traceloom.agent.steps import StepCounter, StepsTaken
 
 BUCKETS = (0,) * (len(module._BOUNDS) + 1)
 EPOCH_NS = 1_700_000_000 * 10**9
@@ -31,8 +31,8 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: Hangs | None = None) -> None:
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        self.steps = Steps()
-        self.watch = HangWatch(settings or Hangs())
+        self.steps = StepCounter()
+        self.watch = HangDetector(settings or Hangs())
         self.processes = [process(0), process(1)]
         self.wall_ns = 0  # how far the wall clock was set
         self.disk: dict[str, float] = {}

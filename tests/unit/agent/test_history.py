@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.config import HistorySettings
-from traceloom.agent.history import History, Points, joined
-from traceloom.agent.metrics import Reading, Series
-from traceloom.agent.snapshot import Board
+from traceloom.agent.history import History, Points, merge_series
+from traceloom.agent.metrics import Reading, SeriesKey
+from traceloom.agent.snapshot import Snapshot
 from traceloom.errors import InputError
 
 S = 10**9
 T0 = 1_700_000_000 * S
 
 
-def _power(device: str) -> Series:
+def _power(device: str) -> SeriesKey:
     return ("gpu_power_watts", (device,))
 
 
@@ -75,7 +75,7 @@ def test_any_ticks_in_any_order(
 
 
 def test_memory_keeps_the_pace_of_the_collectors() -> None:
-    history, board = History(None, HistorySettings(recent_seconds=10)), Board()
+    history, board = History(None, HistorySettings(recent_seconds=10)), Snapshot()
     for second in range(30):
         board.put("devices", [Reading("gpu_power_watts", ("a",), float(second))], T0 + second * S)
         if second % 10 == 0:
@@ -89,7 +89,7 @@ def test_memory_keeps_the_pace_of_the_collectors() -> None:
 
 
 def test_memory_is_bounded_when_the_clock_jumps_back() -> None:
-    history, board = History(None, HistorySettings(recent_seconds=10)), Board()
+    history, board = History(None, HistorySettings(recent_seconds=10)), Snapshot()
     for second in range(1000):
         board.put("devices", [Reading("gpu_power_watts", ("a",), 1.0)], T0 - second * S)
         history.keep(board, T0 - second * S)
@@ -283,7 +283,7 @@ def test_disk_and_memory_are_one_line() -> None:
         Points(("a",), array("q", [20, 21, 22]), array("d", [5, 6, 7])),
         Points(("c",), array("q", [22]), array("d", [4])),
     ]
-    assert _pairs(joined(disk, memory)) == {
+    assert _pairs(merge_series(disk, memory)) == {
         ("a",): [(1, 1), (11, 2), (20, 5), (21, 6), (22, 7)],
         ("b",): [(1, 9)],
         ("c",): [(22, 4)],
@@ -298,6 +298,6 @@ def test_what_memory_lacks_because_a_clock_jumped_comes_from_disk() -> None:
         Points(("a",), array("q", [at + jump for jump in (-hour, 0, hour) for at in times]), array("d", [1.0] * 18))
     ]
     memory = [Points(("a",), array("q", [at + jump for jump in (-hour, hour) for at in times]), array("d", [2.0] * 12))]
-    assert _pairs(joined(disk, memory)) == {
+    assert _pairs(merge_series(disk, memory)) == {
         ("a",): [(at + jump, 1.0 if jump == 0 else 2.0) for jump in (-hour, 0, hour) for at in times]
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from traceloom.agent.topline import TracedFacts, of_capture
+from traceloom.agent.topline import TracedFacts, load_traced_facts
 from traceloom.testing import TraceBuilder
 
 GEMM = {
@@ -17,7 +17,7 @@ TYPES = {"bf16": "c10::BFloat16", "tf32": "float"}
 
 
 def _facts(path: Path) -> TracedFacts:
-    return msgspec.convert(of_capture(str(path)), TracedFacts)
+    return msgspec.convert(load_traced_facts(str(path)), TracedFacts)
 
 
 def _trace(path: Path, *, unmodelled_us: float = 0.0, steps: int = 4) -> Path:

@@ -11,7 +11,7 @@ from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
 from traceloom.agent.ownership.model import Owner
-from traceloom.agent.ownership.resolver import MOST_BYTES, JobMapping, OwnerFinder
+from traceloom.agent.ownership.resolver import MAX_BYTES, JobMapping, OwnerResolver
 
 GPUS = [Device(uuid=f"GPU-{number}", index=str(number), vendor="nvidia", model="H100") for number in range(3)]
 PARTITIONS = [
@@ -36,10 +36,10 @@ def _process(pid: int, **environment: str) -> ProcessFacts:
 
 def _owners(
     directory: Path, files: dict[str, str], used: dict[int, list[str]], *more: ProcessFacts
-) -> tuple[dict[int, Owner], OwnerFinder]:
+) -> tuple[dict[int, Owner], OwnerResolver]:
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
-    finder = OwnerFinder(_config(directory))
+    finder = OwnerResolver(_config(directory))
     finder.job_mapping.collect()
     processes = {pid: _process(pid) for pid in used} | {facts.pid: facts for facts in more}
     by_key = {facts.key: facts for facts in processes.values()}
@@ -109,7 +109,7 @@ def test_what_exporters_say_of_devices(tmp_path: Path) -> None:
         key="2@1", pid=2, start_ticks=1, started_ns=1, parent_pid=0, uid=0, name="python", cgroups={"": pod}
     )
     processes = {"1@1": _process(1), "2@1": in_a_pod, "3@1": _process(3)}
-    owners = OwnerFinder(_config(tmp_path)).owners(processes, scraped, {"1@1": ["GPU-0"], "2@1": ["GPU-0"]})
+    owners = OwnerResolver(_config(tmp_path)).owners(processes, scraped, {"1@1": ["GPU-0"], "2@1": ["GPU-0"]})
     first, second, third = owners.values()
     assert (first.job, first.partition, first.pod, first.sources["job"]) == ("9", "gpu", "", "exporter")
     assert (second.pod, second.namespace) == ("bert-0", "ml")
@@ -120,7 +120,7 @@ def test_what_exporters_say_of_devices(tmp_path: Path) -> None:
 def test_damaged_directories(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "1")
     (tmp_path / "2").mkdir()
-    (tmp_path / "3").write_bytes(b"x" * (MOST_BYTES + 1))
+    (tmp_path / "3").write_bytes(b"x" * (MAX_BYTES + 1))
     (tmp_path / "4").write_bytes(b"\xff\n" + b"y" * 300 + b"\n\n  5  \n5\nbell\x07\n")
     (tmp_path / "5").symlink_to(tmp_path / "absent")
     (tmp_path / "0").write_text("1\n", encoding="ascii")

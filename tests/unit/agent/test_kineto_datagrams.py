@@ -14,9 +14,9 @@ from traceloom.agent.kineto.protocol import (
     MalformedDatagramError,
     Poll,
     TraceConfiguration,
-    configuration_reply,
     decode,
-    instances_reply,
+    encode_configuration_reply,
+    encode_instances_reply,
 )
 from traceloom.errors import UsageError
 
@@ -77,10 +77,10 @@ def test_ten_thousand_malformed_datagrams_are_refused_or_mean_what_they_say() ->
 
 @given(st.text(st.characters(max_codepoint=127), max_size=500))
 def test_replies_say_how_long_they_are(text: str) -> None:
-    reply = configuration_reply(text)
+    reply = encode_configuration_reply(text)
     assert int.from_bytes(reply[:8], "little") == len(text) == len(reply) - 40
     assert (reply[8:40].rstrip(b"\0"), reply[40:].decode()) == (b"req", text)
-    assert instances_reply(7) == packed(b"ctxt", (7).to_bytes(4, "little"))
+    assert encode_instances_reply(7) == packed(b"ctxt", (7).to_bytes(4, "little"))
 
 
 def _configuration(**changes: object) -> TraceConfiguration:

@@ -20,7 +20,13 @@ from typing import Any
 import pytest
 
 from support.kineto_clients import KinetoClient, request
-from traceloom.agent.kineto.server import _TOGETHER_S, KinetoSockets, Offer, ProfilerClient, ProfilerRegistry
+from traceloom.agent.kineto.server import (
+    _BATCH_WINDOW_S,
+    KinetoSockets,
+    PendingConfiguration,
+    ProfilerClient,
+    ProfilerRegistry,
+)
 from traceloom.errors import OutputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix credentials are Linux's")
@@ -85,7 +91,9 @@ def test_an_offer_waits_for_an_idle_poll_and_is_handed_over_once(place: Path) ->
         client.poll()
         answers = [client.answer()]
         key = next(iter(registry.clients))
-        registry.offers[key] = Offer(text=lambda of: f"A={of.polls}\n", delivered=lambda: delivered.append(key))
+        registry.offers[key] = PendingConfiguration(
+            text=lambda of: f"A={of.polls}\n", delivered=lambda: delivered.append(key)
+        )
         for mask in (1, 3, 3):
             client.poll(mask)
             answers.append(client.answer())
@@ -110,7 +118,7 @@ def test_many_polls_at_once_are_all_answered_and_so_is_who_comes_long_after_them
         answers = [client.answer() for client in clients]
         for sender in senders:
             sender.join()
-        time.sleep(5 * _TOGETHER_S)
+        time.sleep(5 * _BATCH_WINDOW_S)
         clients[0].poll()
         answers.append(clients[0].answer())
         for client in clients:
@@ -368,7 +376,7 @@ def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
     first = registry.poll(poll, 50, 1, 1)
     assert first is not None
     assert (first.key, first.ancestors) == ("50@900", (40, 30))
-    registry.offers[first.key] = Offer(text=lambda _: "A=1\n", delivered=lambda: None)
+    registry.offers[first.key] = PendingConfiguration(text=lambda _: "A=1\n", delivered=lambda: None)
     process(50, 40, 901)
     second: ProfilerClient | None = registry.poll(poll, 50, 2, 2)
     assert second is not None

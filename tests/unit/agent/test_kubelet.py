@@ -13,9 +13,16 @@ from support import kubelet as api
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
-from traceloom.agent.ownership.kubernetes import ContainerPlace, Kubelet, PodContainer, containers, decoded, joined
+from traceloom.agent.ownership.kubernetes import (
+    ContainerLocation,
+    Kubelet,
+    PodContainer,
+    decode_containers,
+    list_containers,
+    match_containers,
+)
 from traceloom.agent.ownership.model import Owner
-from traceloom.agent.ownership.resolver import OwnerFinder
+from traceloom.agent.ownership.resolver import OwnerResolver
 
 grpc = pytest.importorskip("grpc", reason="gRPC is not installed: the extra `kubernetes`")
 
@@ -49,12 +56,12 @@ def _process(pid: int, pod: str, container: str, parent: int = 0, **environment:
     )  # fmt: skip
 
 
-def _finder(socket: Path, **settings: Any) -> OwnerFinder:
-    return OwnerFinder(Config(owners=Owners(kubelet=str(socket)), **settings))
+def _finder(socket: Path, **settings: Any) -> OwnerResolver:
+    return OwnerResolver(Config(owners=Owners(kubelet=str(socket)), **settings))
 
 
 def _owners(
-    finder: OwnerFinder, processes: list[ProcessFacts], used: dict[int, list[str]], *, ask: bool = True
+    finder: OwnerResolver, processes: list[ProcessFacts], used: dict[int, list[str]], *, ask: bool = True
 ) -> dict[int, Owner]:
     """What the agent knows once the kubelet was asked."""
     by_key = {facts.key: facts for facts in processes}
@@ -76,7 +83,7 @@ def test_what_a_kubelet_answers(served: api.ServedKubelet, socket_path: Path) ->
         + api.pod("ml", "dra", api.container("c", api.claim("gpu.nvidia.com", "gpu-2", "k8s.gpu.nvidia.com/claim=1-gpu-2")))
         + api.pod("kube-system", "dns", api.container("dns"))
     )  # fmt: skip
-    assert containers(str(socket_path)) == [
+    assert list_containers(str(socket_path)) == [
         {"namespace": "ml", "pod": "bert-0", "container": "train", "devices": ["GPU-0", "GPU-1::3", "mlx5_0"]},
         {
             "namespace": "ml", "pod": "dra", "container": "c",
@@ -87,11 +94,11 @@ def test_what_a_kubelet_answers(served: api.ServedKubelet, socket_path: Path) ->
 
 def test_an_answer_that_is_none() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        decoded(b"\x0a\xff")
+        decode_containers(b"\x0a\xff")
 
 
 def test_names_are_cut() -> None:
-    (row,) = decoded(api.containers({("n", "p" * 999): {"c": ["d" * 999] * 2000}}))
+    (row,) = decode_containers(api.containers({("n", "p" * 999): {"c": ["d" * 999] * 2000}}))
     assert len(row["pod"]) == 256
     assert len(row["devices"]) == 1024
     assert {len(name) for name in row["devices"]} == {256}
@@ -175,11 +182,11 @@ def test_it_is_asked_when_a_container_appears_and_not_before(served: api.ServedK
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
     kubelet.collect()
     assert served.asked == 0
-    kubelet.places = frozenset({ContainerPlace("p", "c")})
+    kubelet.places = frozenset({ContainerLocation("p", "c")})
     kubelet.collect()
     kubelet.collect()
     assert served.asked == 1
-    kubelet.places |= {ContainerPlace("p", "d")}
+    kubelet.places |= {ContainerLocation("p", "d")}
     kubelet.collect()
     assert served.asked == 2
 
@@ -193,30 +200,30 @@ def test_without_a_socket_there_is_nothing_to_say(socket_path: Path) -> None:
 def test_a_kubelet_that_refuses(served: api.ServedKubelet, socket_path: Path) -> None:
     served.answer = lambda context: context.abort(grpc.StatusCode.UNIMPLEMENTED, "the feature gate is off")
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
-    kubelet.places = frozenset({ContainerPlace("p", "c")})
+    kubelet.places = frozenset({ContainerLocation("p", "c")})
     for _ in range(2):  # it is asked seldom, and the trouble remains
         with pytest.raises(OSError, match="unimplemented: the feature gate is off"):
             kubelet.collect()
     assert served.asked == 1
     served.answer = api.containers({("n", "p"): {"c": ["GPU-0"]}})
-    kubelet.places |= {ContainerPlace("p", "d")}
+    kubelet.places |= {ContainerLocation("p", "d")}
     assert kubelet.collect() == []
 
 
 @pytest.mark.parametrize("speaks", [True, False], ids=["a service that hangs", "a socket that says nothing"])
 def test_a_kubelet_that_hangs(socket_path: Path, speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.agent.ownership.kubernetes.LIMIT_S", 0.5)
+    monkeypatch.setattr("traceloom.agent.ownership.kubernetes.KUBELET_TIMEOUT_S", 0.5)
     if speaks:
         with api.served(socket_path) as served:
             served.answer = served.hang
             with pytest.raises(OSError, match=r"did not answer at .*: deadline_exceeded"):
-                containers(str(socket_path))
+                list_containers(str(socket_path))
     else:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(socket_path))
             listener.listen()
             with pytest.raises(OSError, match="did not answer at"):
-                containers(str(socket_path))
+                list_containers(str(socket_path))
 
 
 def test_devices_that_nobody_knows_are_said(served: api.ServedKubelet, socket_path: Path) -> None:
@@ -230,9 +237,9 @@ def test_devices_that_nobody_knows_are_said(served: api.ServedKubelet, socket_pa
 
 
 def test_containers_that_cannot_be_told_apart_have_no_name() -> None:
-    place, other = ContainerPlace("p", "c1"), ContainerPlace("p", "c2")
+    place, other = ContainerLocation("p", "c1"), ContainerLocation("p", "c2")
     held = {
         PodContainer("n", "pod", name, ("GPU-0",)): frozenset({"GPU-0"}) for name in ("a", "b")
     }  # two containers of a pod on replicas of one device
-    pods, names = joined(held, {place: frozenset({"GPU-0"}), other: frozenset()}, {})
+    pods, names = match_containers(held, {place: frozenset({"GPU-0"}), other: frozenset()}, {})
     assert (pods, names) == ({"p": ("n", "pod")}, {})

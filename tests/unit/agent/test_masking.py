@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.ownership.model import masked
+from traceloom.agent.ownership.model import mask_secrets
 
 SECRET = "Zx9" + "q7Lk" * 6
 
@@ -25,7 +25,7 @@ SECRET = "Zx9" + "q7Lk" * 6
     ],
 )  # fmt: skip
 def test_secrets_are_masked(words: list[str]) -> None:
-    shown = masked(["python", "train.py", *words, "--lr", "0.1"])
+    shown = mask_secrets(["python", "train.py", *words, "--lr", "0.1"])
     assert SECRET not in shown
     assert "Z7Q9Z7Q9" not in shown
     assert "***" in shown
@@ -44,7 +44,7 @@ def test_secrets_are_masked(words: list[str]) -> None:
     ],
 )
 def test_the_rest_stays(words: list[str]) -> None:
-    assert masked(words) == " ".join(words)
+    assert mask_secrets(words) == " ".join(words)
 
 
 LETTERS = st.text(string.ascii_letters + string.digits, min_size=16, max_size=40)
@@ -60,6 +60,6 @@ def test_no_planted_secret_leaks_and_masking_twice_is_masking_once(secret: str, 
     )
     if others and others[-1].startswith("-"):  # it may be an option that takes the next word
         words.insert(len(others), "x")
-    shown = masked(words)
+    shown = mask_secrets(words)
     assert secret not in shown
-    assert masked([shown]) == shown or "***" in masked([shown])
+    assert mask_secrets([shown]) == shown or "***" in mask_secrets([shown])

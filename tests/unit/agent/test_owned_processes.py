@@ -8,11 +8,11 @@ import pytest
 
 from support.devices import ByHand, values
 from support.host_tree import HostTree
-from traceloom.agent.accelerators.backend import Device, DeviceProcess, Sample, Watched
+from traceloom.agent.accelerators.backend import Device, DeviceProcess, Sample, TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.collectors.owned_processes import OwnedProcesses, jobs_now
+from traceloom.agent.collectors.owned_processes import OwnedProcessCollector, collect_jobs
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.steps import Steps
+from traceloom.agent.steps import StepCounter
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
 
@@ -41,10 +41,10 @@ def test_several_processes_on_a_device_and_several_devices_of_one(tmp_path: Path
         ],
     )
     config = tree.config()
-    accelerators = AcceleratorCollector(config, [Watched("by-hand", lambda: back_end)])
+    accelerators = AcceleratorCollector(config, [TimeLimitedBackend("by-hand", lambda: back_end)])
     try:
         accelerators.collect()
-        owned = OwnedProcesses(config, accelerators)
+        owned = OwnedProcessCollector(config, accelerators)
         readings = owned.collect()
     finally:
         accelerators.close()
@@ -74,7 +74,7 @@ def test_several_processes_on_a_device_and_several_devices_of_one(tmp_path: Path
     assert values(readings, "job_processes") == {("slurm-1",): 2, ("slurm-2",): 4}
     ranks = {labels[0]: labels[3] for labels in values(readings, "process_info")}
     assert sorted(rank for rank in ranks.values() if rank) == ["0", "0", "1"]
-    held = {job.job: set(job.devices) for job in jobs_now(processes.values(), Steps(), {})}
+    held = {job.job: set(job.devices) for job in collect_jobs(processes.values(), StepCounter(), {})}
     assert held == {"slurm-1": {"GPU-0"}, "slurm-2": {"GPU-0", "GPU-1", "GPU-2"}}
 
 
@@ -93,9 +93,9 @@ def test_versions_of_frameworks_are_those_installed_beside_the_library(tmp_path:
         "tensorflow_datasets-4.9", "jaxlib-0.8.1", "jaxlib-0.8.2",
     ):  # fmt: skip
         (tmp_path / f"container{site}" / f"{name}.dist-info").mkdir(parents=True)
-    accelerators = AcceleratorCollector(tree.config(), [Watched("by-hand", ByHand)])
+    accelerators = AcceleratorCollector(tree.config(), [TimeLimitedBackend("by-hand", ByHand)])
     accelerators.close()
-    owned = OwnedProcesses(tree.config(), accelerators)
+    owned = OwnedProcessCollector(tree.config(), accelerators)
 
     def versions() -> dict[int, tuple[str, str]]:
         for collector in owned.collectors:
@@ -129,9 +129,9 @@ def test_what_a_job_declares_of_itself(
     for rank, (dtype, size) in enumerate(zip(types, sizes, strict=True)):
         declared = {"TRACELOOM_JOB": "run1", "TRACELOOM_INPUT_BYTES_PER_STEP": size}
         tree.process(30 + rank, environment={**declared, **({"TRACELOOM_DTYPE": dtype} if dtype else {})})
-    accelerators = AcceleratorCollector(tree.config(), [Watched("by-hand", ByHand)])
+    accelerators = AcceleratorCollector(tree.config(), [TimeLimitedBackend("by-hand", ByHand)])
     accelerators.close()
-    owned = OwnedProcesses(tree.config(), accelerators)
+    owned = OwnedProcessCollector(tree.config(), accelerators)
     owned.collect()
-    (job,) = jobs_now(owned.owned.values(), Steps(), {})
+    (job,) = collect_jobs(owned.owned.values(), StepCounter(), {})
     assert (job.declared_types is not None, job.input_bytes_per_step) == expected

@@ -10,7 +10,7 @@ import pytest
 
 from support import amd
 from traceloom.agent.accelerators.backend import Device
-from traceloom.agent.ownership.devices import HostDevices, devices_of
+from traceloom.agent.ownership.devices import HostDevices, find_assigned_devices
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 
@@ -46,7 +46,7 @@ def _host(tmp_path: Path, *devices: Device) -> HostDevices:
 
 
 def _given(host: HostDevices, **environment: str) -> tuple[str, ...] | None:
-    match = devices_of(environment, host)
+    match = find_assigned_devices(environment, host)
     return match and match[0]
 
 
@@ -113,9 +113,9 @@ def test_lists_as_cuda_reads_them(tmp_path: Path, text: str) -> None:
 
 
 def test_what_says_it(tmp_path: Path) -> None:
-    assert devices_of({"CUDA_VISIBLE_DEVICES": "1"}, _host(tmp_path)) == ((B,), "CUDA_VISIBLE_DEVICES")
-    assert devices_of({}, _host(tmp_path)) is None
-    assert devices_of({"CUDA_VISIBLE_DEVICES": A}, HostDevices([], tmp_path, tmp_path)) is None
+    assert find_assigned_devices({"CUDA_VISIBLE_DEVICES": "1"}, _host(tmp_path)) == ((B,), "CUDA_VISIBLE_DEVICES")
+    assert find_assigned_devices({}, _host(tmp_path)) is None
+    assert find_assigned_devices({"CUDA_VISIBLE_DEVICES": A}, HostDevices([], tmp_path, tmp_path)) is None
 
 
 def test_numbers_of_unequal_devices_are_known_by_pci_alone(tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ def test_devices_of_a_container(
     (root / "dev/nvidiactl").touch()
     variables = {"NVIDIA_VISIBLE_DEVICES": nvidia, "CUDA_VISIBLE_DEVICES": cuda}
     environment = {name: value for name, value in variables.items() if value is not None}
-    match = devices_of(environment, _host(tmp_path), root=root)
+    match = find_assigned_devices(environment, _host(tmp_path), root=root)
     assert (match and match[0]) == uuids
 
 
 def test_all_means_nothing_in_a_container_without_devices(tmp_path: Path) -> None:
     """Images of CUDA bring the variable along, however they are started."""
     (tmp_path / "root").mkdir()
-    assert devices_of({"NVIDIA_VISIBLE_DEVICES": "all"}, _host(tmp_path), root=tmp_path / "root") is None
+    assert find_assigned_devices({"NVIDIA_VISIBLE_DEVICES": "all"}, _host(tmp_path), root=tmp_path / "root") is None
 
 
 def test_the_variables_of_runtimes_mean_nothing_outside_of_containers(tmp_path: Path) -> None:
@@ -221,9 +221,9 @@ def test_the_variables_of_runtimes_mean_nothing_outside_of_containers(tmp_path: 
 
 def test_the_kubelet_is_stronger_than_the_runtime(tmp_path: Path) -> None:
     environment = {"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "1"}
-    given = devices_of(environment, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B}))
+    given = find_assigned_devices(environment, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B}))
     assert given == ((D,), "CUDA_VISIBLE_DEVICES")
-    assert devices_of({}, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B})) == ((B, D), "kubelet")
+    assert find_assigned_devices({}, _host(tmp_path), root=tmp_path, kubelet=frozenset({D, B})) == ((B, D), "kubelet")
 
 
 def test_devices_of_amd_are_counted_as_kfd_does(tmp_path: Path) -> None:

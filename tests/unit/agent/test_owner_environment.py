@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from traceloom.agent.ownership.environment import LISTED, PREFIXES, check_variables, owner_of, rank_of, statements
+from traceloom.agent.ownership.environment import (
+    LISTED_VARIABLES,
+    PREFIXES,
+    build_owner,
+    check_variables,
+    extract_claims,
+    find_rank_variables,
+)
 from traceloom.errors import InputError
 
 
 def _owner(**environment: str) -> Any:
-    return owner_of(statements(environment, {}))
+    return build_owner(extract_claims(environment, {}))
 
 
 TORCHRUN = {
@@ -145,15 +152,15 @@ def test_launchers_and_schedulers(case: str) -> None:
     ],
 )
 def test_other_names_of_the_same(variable: str, field: str, value: str) -> None:
-    assert variable in LISTED
+    assert variable in LISTED_VARIABLES
     owner = _owner(**{variable: "x9"})
     assert (getattr(owner, field), owner.sources[field]) == (value, variable)
 
 
 def test_every_case_needs_only_what_is_kept() -> None:
     names = {name for environment, _ in CASES.values() for name in environment}
-    assert {name for name in names if not name.startswith(PREFIXES)} <= LISTED
-    assert not any("KEY" in name or "TOKEN" in name or "SECRET" in name for name in LISTED)
+    assert {name for name in names if not name.startswith(PREFIXES)} <= LISTED_VARIABLES
+    assert not any("KEY" in name or "TOKEN" in name or "SECRET" in name for name in LISTED_VARIABLES)
 
 
 def test_sources_name_the_variable() -> None:
@@ -165,7 +172,7 @@ def test_sources_name_the_variable() -> None:
 def test_the_configuration_outranks_all() -> None:
     variables = {"TEAM": "account", "SITE_RANK": "rank", "EXP": "labels.experiment", "ABSENT": "job"}
     environment = {**SLURM, "TEAM": "t", "SITE_RANK": "11", "EXP": "e1"}
-    owner = owner_of(statements(environment, variables))
+    owner = build_owner(extract_claims(environment, variables))
     assert (owner.account, owner.rank, owner.labels["experiment"], owner.job) == ("t", 11, "e1", "slurm-42")
 
 
@@ -177,5 +184,9 @@ def test_a_field_that_owners_do_not_have_is_refused() -> None:
 
 
 def test_a_rank_and_what_it_starts_have_the_same_mark() -> None:
-    assert rank_of(TORCHRUN) == rank_of({**SLURM, **TORCHRUN}) != rank_of({**TORCHRUN, "RANK": "6"})
-    assert rank_of({}) == ()
+    assert (
+        find_rank_variables(TORCHRUN)
+        == find_rank_variables({**SLURM, **TORCHRUN})
+        != find_rank_variables({**TORCHRUN, "RANK": "6"})
+    )
+    assert find_rank_variables({}) == ()

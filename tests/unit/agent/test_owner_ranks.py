@@ -7,7 +7,7 @@ from typing import Any
 from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
 from traceloom.agent.ownership.model import Owner
-from traceloom.agent.ownership.resolver import OwnerFinder
+from traceloom.agent.ownership.resolver import OwnerResolver
 
 PYTORCH = {"pytorch": "/usr/lib/libtorch_cpu.so"}
 
@@ -36,7 +36,7 @@ def _process(
 
 
 def _owners(*processes: ProcessFacts, used: tuple[int, ...] = (), **settings: Any) -> dict[int, Owner]:
-    finder = OwnerFinder(Config(host="node7", owners=Owners(kubelet="", **settings)))
+    finder = OwnerResolver(Config(host="node7", owners=Owners(kubelet="", **settings)))
     owners = finder.owners({p.key: p for p in processes}, (), {f"{pid}@1": ["GPU-0"] for pid in used})
     return {p.pid: owners[p.key] for p in processes}
 

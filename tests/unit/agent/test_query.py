@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from traceloom.agent.history import Points, answer, plain_name, rate, unit
+from traceloom.agent.history import Points, compute_rate, evaluate_query, get_unit, resolve_metric_name
 from traceloom.errors import UsageError
 
 S = 10**9
@@ -55,7 +55,7 @@ HISTORY = {
 
 
 def _rows(metric: str, **options: object) -> dict[tuple[str, ...], list[float]]:
-    curves = answer(metric, lambda name: HISTORY.get(name, []), **options)  # type: ignore[arg-type]
+    curves = evaluate_query(metric, lambda name: HISTORY.get(name, []), **options)  # type: ignore[arg-type]
     return {tuple(curve.of.values()): curve.values for curve in curves}
 
 
@@ -86,11 +86,11 @@ def test_who_has_nothing_of_a_device_has_none_of_its_properties() -> None:
         "gpu_temperature_celsius": [_series("gpu0", "gpu", s0=60.0, s10=70.0, s20=80.0)],
         "gpu_power_watts": [_series("gpu0", s0=60.0, s10=70.0, s20=80.0)],
     }  # fmt: skip
-    curves = answer("gpu_temperature_celsius", lambda name: history.get(name, []), by=("job",))
+    curves = evaluate_query("gpu_temperature_celsius", lambda name: history.get(name, []), by=("job",))
     assert {curve.of["job"]: (curve.times_ns, curve.values) for curve in curves} == {
         "job-a": ([0, 10 * S, 20 * S], [60.0, 70.0, 80.0]), "job-b": ([10 * S], [70.0]),  # not 0 degrees before and after
     }  # fmt: skip
-    power = answer("gpu_power_watts", lambda name: history.get(name, []), by=("job",))
+    power = evaluate_query("gpu_power_watts", lambda name: history.get(name, []), by=("job",))
     assert {curve.of["job"]: curve.values for curve in power} == {  # what adds up is 0 of what nobody used
         "job-a": [60.0, 35.0, 80.0], "job-b": [0.0, 35.0, 0.0], "job-c": [0.0, 0.0, 0.0],
     }  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_random_history_is_summed_as_loops_do(seed: int, by: tuple[str, ...]) 
             for facts, part in holders or [({}, 1.0)]:
                 key = tuple((facts | {"device": device}).get(label, "") for label in by)
                 expected.setdefault(key, {})[at * S] = expected.get(key, {}).get(at * S, 0.0) + watts * part
-    curves = answer("gpu_power_watts", lambda name: history.get(name, []), by=by)
+    curves = evaluate_query("gpu_power_watts", lambda name: history.get(name, []), by=by)
     result = {
         tuple(curve.of[label] for label in by): dict(zip(curve.times_ns, curve.values, strict=True)) for curve in curves
     }
@@ -149,7 +149,7 @@ def test_rates_give_back_what_was_counted(seed: int) -> None:
         total += more
         counted += more if points else 0.0
         points[f"s{times}"] = total
-    rates = rate(_series("eth0", "receive", **points))
+    rates = compute_rate(_series("eth0", "receive", **points))
     instants = [int(name[1:]) for name in points]
     spans = [after - before for before, after in pairwise(instants)]
     assert list(rates.times_ns) == [at * S for at in instants[1:]]
@@ -173,18 +173,20 @@ def test_counters_are_rates() -> None:
     assert _rows("gpu_energy_joules_total", by=("job",)) == {("job-a",): [300 + 100], ("job-b",): [100]}
     assert _rows("gpu_energy_joules_total", raw=True)["gpu0",] == [1000, 5000]
     assert _rows("host_network_bytes_total", by=("direction",)) == {("receive",): [15]}
-    assert unit("gpu_energy_joules_total") == "joules/s"
-    assert unit("gpu_energy_joules_total", raw=True) == "joules"
+    assert get_unit("gpu_energy_joules_total") == "joules/s"
+    assert get_unit("gpu_energy_joules_total", raw=True) == "joules"
 
 
 def test_a_counter_that_was_set_back_began_at_nothing() -> None:
-    points = rate(_series("gpu0", s0=100.0, s10=200.0, s20=50.0, s30=60.0))
+    points = compute_rate(_series("gpu0", s0=100.0, s10=200.0, s20=50.0, s30=60.0))
     assert list(points.values) == [10.0, 5.0, 1.0]
 
 
 def test_a_share_of_long_ago_holds_no_more() -> None:
     history = {**HISTORY, "gpu_power_watts": [_series("gpu0", s10=400.0, s500=400.0)]}
-    rows = {curve.of["job"]: curve for curve in answer("gpu_power_watts", lambda name: history[name], by=("job",))}
+    rows = {
+        curve.of["job"]: curve for curve in evaluate_query("gpu_power_watts", lambda name: history[name], by=("job",))
+    }
     assert rows["job-a"].times_ns == [10 * S]
     assert rows[""].times_ns == [500 * S]
 
@@ -192,7 +194,7 @@ def test_a_share_of_long_ago_holds_no_more() -> None:
 @pytest.mark.parametrize(
     ("call", "slug", "words"),
     [
-        (lambda: plain_name("gpu_power_wats"), "no-such-metric", "`gpu_power_watts`"),
+        (lambda: resolve_metric_name("gpu_power_wats"), "no-such-metric", "`gpu_power_watts`"),
         (lambda: _rows("gpu_power_watts", by=("jb",)), "no-such-label", "`job`"),
         (lambda: _rows("host_network_bytes_total", by=("job",)), "no-such-label", "interface"),
     ],
@@ -205,4 +207,4 @@ def test_what_is_not_there_is_named(call: object, slug: str, words: str) -> None
 
 
 def test_the_prefix_may_stand() -> None:
-    assert plain_name("traceloom_gpu_power_watts") == "gpu_power_watts"
+    assert resolve_metric_name("traceloom_gpu_power_watts") == "gpu_power_watts"

@@ -11,18 +11,18 @@ import pytest
 from traceloom.agent.kineto import server as module
 from traceloom.agent.kineto.protocol import ACTIVITIES, EVENTS, Poll
 from traceloom.agent.kineto.server import (
-    Offer,
+    PendingConfiguration,
     ProfilerClient,
     ProfilerRegistry,
-    ancestors,
-    is_alive,
-    parent_and_start,
-    process_state,
+    is_same_process_alive,
+    iterate_ancestors,
+    read_parent_and_start,
+    read_process_state,
 )
-from traceloom.agent.metrics import METRICS, PREFIX, Histogram, Reading
-from traceloom.agent.publishers.openmetrics import families
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps, StepsTaken
+from traceloom.agent.metrics import METRICS, PREFIX, HistogramReading, Reading
+from traceloom.agent.publishers.openmetrics import build_families
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter, StepsTaken
 
 IDLE, BUSY = EVENTS | ACTIVITIES, EVENTS
 
@@ -94,15 +94,15 @@ def test_what_the_kernel_does_not_say_makes_no_client(kernel: Kernel, content: s
     (kernel.proc / "40" / "stat").write_text(content)
     assert kernel.poll(40) is None
     assert kernel.registry.clients == {}
-    assert not is_alive(str(kernel.proc), 40, 100)
-    assert list(ancestors(str(kernel.proc), 40)) == [40]
+    assert not is_same_process_alive(str(kernel.proc), 40, 100)
+    assert list(iterate_ancestors(str(kernel.proc), 40)) == [40]
 
 
 @pytest.mark.parametrize("name", ["python", "a) S 1 2", "(((", ") (", "\n) R 9 9 9", "x" * 60])
 def test_a_name_is_no_field(kernel: Kernel, name: str) -> None:
     kernel.start(40, 100, parent=30, name=name)
-    assert parent_and_start(str(kernel.proc), 40) == (30, 100)
-    assert process_state(40, 100, str(kernel.proc)) == "S"
+    assert read_parent_and_start(str(kernel.proc), 40) == (30, 100)
+    assert read_process_state(40, 100, str(kernel.proc)) == "S"
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,17 @@ def test_a_name_is_no_field(kernel: Kernel, name: str) -> None:
 )
 def test_this_very_process_lives(kernel: Kernel, state: str, ticks: int, lives: str) -> None:
     kernel.start(40, ticks, state=state)
-    assert process_state(40, 100, str(kernel.proc)) == lives
-    assert is_alive(str(kernel.proc), 40, 100) is bool(lives)
+    assert read_process_state(40, 100, str(kernel.proc)) == lives
+    assert is_same_process_alive(str(kernel.proc), 40, 100) is bool(lives)
 
 
 def test_parents_in_a_circle_have_an_end(kernel: Kernel) -> None:
     for pid, parent in ((40, 41), (41, 42), (42, 40)):  # while pids are given again
         kernel.start(pid, 100, parent=parent)
-    above = list(ancestors(str(kernel.proc), 40))
+    above = list(iterate_ancestors(str(kernel.proc), 40))
     assert above[:3] == [40, 41, 42]
     assert len(above) == 10
-    assert list(ancestors(str(kernel.proc), 1)) == list(ancestors(str(kernel.proc), 0)) == []
+    assert list(iterate_ancestors(str(kernel.proc), 1)) == list(iterate_ancestors(str(kernel.proc), 0)) == []
 
 
 def test_a_configuration_is_handed_over_once_and_to_an_idle_process(kernel: Kernel) -> None:
@@ -129,7 +129,7 @@ def test_a_configuration_is_handed_over_once_and_to_an_idle_process(kernel: Kern
     texts = ["", "A=1\n", "A=2\n"]
     client = kernel.poll(40, BUSY)
     assert client is not None
-    offer = Offer(text=lambda _: texts.pop(0), delivered=lambda: delivered.append("yes"))
+    offer = PendingConfiguration(text=lambda _: texts.pop(0), delivered=lambda: delivered.append("yes"))
     kernel.registry.offers[client.key] = offer
     empty = kernel.registry.answer(client)
     assert empty[1] is None
@@ -141,7 +141,7 @@ def test_a_configuration_is_handed_over_once_and_to_an_idle_process(kernel: Kern
     assert datagram != empty[0]
     assert sent is not None
     assert delivered == []
-    replacement = Offer(text=lambda _: "B=1\n", delivered=lambda: delivered.append("other"))
+    replacement = PendingConfiguration(text=lambda _: "B=1\n", delivered=lambda: delivered.append("other"))
     kernel.registry.offers[client.key] = replacement  # between the answer and its being sent
     sent()
     assert delivered == ["yes"]
@@ -157,7 +157,7 @@ def test_those_that_have_ended_are_forgotten_and_the_silent_after_a_while(kernel
         kernel.start(pid, 100)
         client = kernel.poll(pid)
         assert client is not None
-        kernel.registry.offers[client.key] = Offer(text=lambda _: "", delivered=lambda: None)
+        kernel.registry.offers[client.key] = PendingConfiguration(text=lambda _: "", delivered=lambda: None)
     kernel.end(40)
     kernel.start(41, 200)  # given again
     kernel.registry.forget()
@@ -172,7 +172,7 @@ def test_those_that_have_ended_are_forgotten_and_the_silent_after_a_while(kernel
 
 
 def test_there_are_so_many_clients_and_no_more(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_CLIENTS", 3)
+    monkeypatch.setattr(module, "MAX_CLIENTS", 3)
     for pid in range(40, 46):
         kernel.start(pid, 100)
     assert [kernel.poll(pid) is not None for pid in range(40, 46)] == [True] * 3 + [False] * 3
@@ -203,9 +203,9 @@ def test_listeners_hear_of_each_poll_also_those_that_leave_meanwhile(kernel: Ker
 
 
 def test_what_a_collector_delivers_replaces_what_it_delivered() -> None:
-    chance, board, model = random.Random(1), Board(), dict[str, dict[tuple[str, tuple[str, ...]], float]]()
+    chance, board, model = random.Random(1), Snapshot(), dict[str, dict[tuple[str, tuple[str, ...]], float]]()
     heard: list[tuple[str, int]] = []
-    board.watchers.append(lambda name, sheet: heard.append((name, len(sheet.values))))
+    board.listeners.append(lambda name, sheet: heard.append((name, len(sheet.values))))
     for turn in range(200):
         name = chance.choice(("a", "b", "c"))
         if chance.random() < 0.2:
@@ -236,7 +236,7 @@ def test_what_a_collector_delivers_replaces_what_it_delivered() -> None:
     ],
 )
 def test_a_reading_that_is_not_declared_is_refused_and_changes_nothing(reading: Reading) -> None:
-    board = Board()
+    board = Snapshot()
     board.put("x", [Reading("gpu_power_watts", ("a",), 1.0)], 1)
     with pytest.raises(ValueError, match="not declared"):
         board.put("x", [Reading("gpu_power_watts", ("a",), 2.0), reading], 2)
@@ -244,11 +244,11 @@ def test_a_reading_that_is_not_declared_is_refused_and_changes_nothing(reading: 
 
 
 def test_buckets_of_a_histogram_are_cumulated_to_its_number() -> None:
-    steps, board = Steps(), Board()
+    steps, board = StepCounter(), Snapshot()
     durations = [0.0004, 0.02, 0.02, 3.0, 1e6]
     steps.report("7@1", "job", 2, durations, 0.5)
     board.put("steps", steps.readings(), 1_700_000_000_123_456_789)
-    rows = [sample for family in families(board) for sample in family.samples]
+    rows = [sample for family in build_families(board) for sample in family.samples]
     buckets = {row.labels["le"]: row.value for row in rows if row.name == f"{PREFIX}step_seconds_bucket"}
     bounds = METRICS["step_seconds"].bounds
     assert buckets == {
@@ -266,7 +266,7 @@ def test_buckets_of_a_histogram_are_cumulated_to_its_number() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chance, steps, clock = random.Random(seed), Steps(), [5000.0]
+    chance, steps, clock = random.Random(seed), StepCounter(), [5000.0]
     monkeypatch.setattr("traceloom.agent.steps.time.monotonic", lambda: clock[0])
     reports: list[tuple[float, int, float, float | None]] = []
     taken = 0
@@ -301,7 +301,7 @@ def test_rates_and_totals_are_those_of_the_last_minute_of_a_list(seed: int, monk
             StepsTaken("7@1", (0,) * (len(METRICS["step_seconds"].bounds) + 1), 9.0, None), "job", 0
         )  # it reports itself
     (histogram, *_) = steps.readings()
-    assert isinstance(histogram, Histogram)
+    assert isinstance(histogram, HistogramReading)
     assert (histogram.number, histogram.total) == (
         sum(number for _, number, _, _ in reports), pytest.approx(sum(seconds for _, _, seconds, _ in reports)),
     )  # fmt: skip

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from traceloom.agent.collectors.scheduler import Scheduler
-from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.snapshot import Board
+from traceloom.agent.metrics import HistogramReading, Reading
+from traceloom.agent.snapshot import Snapshot
 
 LOAD = Reading("host_load_ratio", (), 0.5)
 
@@ -25,7 +25,7 @@ class Made:
         self.runs = 0
         self._collect = collect
 
-    def collect(self) -> Sequence[Reading | Histogram]:
+    def collect(self) -> Sequence[Reading | HistogramReading]:
         self.runs += 1
         return self._collect()
 
@@ -54,9 +54,9 @@ def _lived(scheduler: Scheduler, condition: Callable[[], bool]) -> None:
 
 def test_what_is_collected_is_on_the_board_again_and_again() -> None:
     collector, delivered = Made("load", lambda: [LOAD]), []
-    scheduler = Scheduler(Board(), [collector], delivered.append)
+    scheduler = Scheduler(Snapshot(), [collector], delivered.append)
     _lived(scheduler, lambda: len(delivered) >= 3)
-    assert scheduler.board.sheets["load"].values == {("host_load_ratio", ()): 0.5}
+    assert scheduler.board.results["load"].values == {("host_load_ratio", ()): 0.5}
     assert scheduler.board.collectors["load"].runs >= 3
 
 
@@ -72,16 +72,16 @@ def test_one_that_hangs_holds_up_nobody_and_comes_back() -> None:
         return [LOAD]
 
     hanging, other = Made("hangs", hang, timeout_s=0.05), Made("other", lambda: [LOAD])
-    board = Board()
+    board = Snapshot()
     scheduler = Scheduler(board, [hanging, other])
 
     async def live() -> None:
         scheduler.start()
         await _until(lambda: board.collectors["hangs"].failures.get("timeout", 0) >= 3 and other.runs > 3)
         assert hanging.runs == 1  # it is not run again on top of itself
-        assert "hangs" not in board.sheets
+        assert "hangs" not in board.results
         free.set()
-        await _until(lambda: "hangs" in board.sheets)
+        await _until(lambda: "hangs" in board.results)
         await scheduler.stop()
 
     asyncio.run(live())
@@ -100,10 +100,10 @@ def test_what_fails_is_counted_and_taken_off_the_board(error: Exception, reason:
             raise answer
         return answer
 
-    board = Board()
+    board = Snapshot()
     scheduler = Scheduler(board, [Made("some", collect)])
     _lived(scheduler, lambda: board.collectors["some"].failures.get(reason, 0) >= 2)
-    assert "some" not in board.sheets
+    assert "some" not in board.results
     assert str(error) in board.collectors["some"].trouble
     assert (
         Reading("collector_failures_total", ("some", reason), board.collectors["some"].failures[reason])
@@ -112,7 +112,7 @@ def test_what_fails_is_counted_and_taken_off_the_board(error: Exception, reason:
 
 
 def test_readings_that_are_not_declared_are_a_defect() -> None:
-    board = Board()
+    board = Snapshot()
     scheduler = Scheduler(board, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])])
     _lived(scheduler, lambda: board.collectors["wrong"].failures.get("defect", 0) >= 1)
     assert "not declared" in board.collectors["wrong"].trouble
@@ -120,12 +120,12 @@ def test_readings_that_are_not_declared_are_a_defect() -> None:
 
 def test_while_a_trace_runs_all_are_quick() -> None:
     slow = Made("slow", lambda: [LOAD], period_s=3600)
-    scheduler = Scheduler(Board(), [slow])
+    scheduler = Scheduler(Snapshot(), [slow])
 
     async def live() -> None:
         scheduler.start()
         await _until(lambda: slow.runs == 1)
-        scheduler.fast(60)
+        scheduler.run_fast(60)
         await _until(lambda: slow.runs >= 3)
         await scheduler.stop()
 
@@ -138,7 +138,7 @@ def test_it_stops_while_collectors_deliver() -> None:
     async def live() -> None:
         for _ in range(40):
             collectors = [Made(f"quick {number}", lambda: [LOAD], period_s=1e-6) for number in range(8)]
-            scheduler = Scheduler(Board(), collectors)
+            scheduler = Scheduler(Snapshot(), collectors)
             scheduler.start()
             await _until(lambda collectors=collectors: all(collector.runs > 2 for collector in collectors))
             stopping = asyncio.create_task(scheduler.stop())

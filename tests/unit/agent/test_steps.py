@@ -7,8 +7,8 @@ import math
 import pytest
 
 from traceloom.agent import steps as module
-from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.steps import Steps, StepsTaken
+from traceloom.agent.metrics import HistogramReading, Reading
+from traceloom.agent.steps import StepCounter, StepsTaken
 
 
 class _Clock:
@@ -18,11 +18,11 @@ class _Clock:
 
 
 def test_steps_fill_a_histogram() -> None:
-    steps = Steps()
+    steps = StepCounter()
     steps.report("1@1", "job", 3, [0.001, 0.0011, 0.3, 1e6, math.nan, -1.0], 0.5)
     steps.report("1@1", "job", 3, [0.3], 0.25)
     histogram, waited = steps.readings()
-    assert isinstance(histogram, Histogram)
+    assert isinstance(histogram, HistogramReading)
     assert histogram.labels == ("job", "3")
     assert histogram.number == 5
     assert histogram.total == pytest.approx(1e6 + 0.6021)
@@ -32,14 +32,14 @@ def test_steps_fill_a_histogram() -> None:
 
 
 def test_a_wait_that_nobody_measured_is_absent() -> None:
-    steps = Steps()
+    steps = StepCounter()
     steps.report("1@1", "", None, [0.1])
     assert [reading.metric for reading in steps.readings()] == ["step_seconds"]
     assert steps.readings()[0].labels == ("", "")
 
 
 def test_the_rate_is_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, steps = _Clock(monkeypatch), Steps()
+    clock, steps = _Clock(monkeypatch), StepCounter()
     steps.report("1@1", "job", 0, [0.1] * 1000)  # of before anybody looked
     assert steps.per_second("1@1") is None
     for _ in range(10):
@@ -56,7 +56,7 @@ def test_the_rate_is_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_total_is_what_a_process_says_or_probes_have_counted_and_goes_on_with_its_pace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, steps = _Clock(monkeypatch), Steps()
+    clock, steps = _Clock(monkeypatch), StepCounter()
     for second in range(10):
         clock.now += 1
         steps.report("1@1", "job", 0, [0.1] * 8, total=100 + 8 * second)
@@ -72,7 +72,7 @@ def test_a_total_is_what_a_process_says_or_probes_have_counted_and_goes_on_with_
 
 
 def test_who_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, steps = _Clock(monkeypatch), Steps()
+    clock, steps = _Clock(monkeypatch), StepCounter()
     steps.report("1@1", "job", 0, [0.1])
     steps.report("2@1", "job", 1, [0.1])
     clock.now += 400
@@ -84,16 +84,16 @@ def test_who_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_that_are_seen_from_outside_count_where_none_are_reported() -> None:
-    steps, buckets = Steps(), [0] * (len(module._BOUNDS) + 1)
+    steps, buckets = StepCounter(), [0] * (len(module._BOUNDS) + 1)
     buckets[3], buckets[-1] = 2, 1
     steps.count(StepsTaken("1@1", tuple(buckets), 100.0, None), "job", 0)
     (histogram,) = steps.readings()
-    assert isinstance(histogram, Histogram)
+    assert isinstance(histogram, HistogramReading)
     assert (histogram.number, histogram.total) == (3, 100.0)
     assert (histogram.counts[2], histogram.counts[3], histogram.counts[-1]) == (0, 2, 2)
     steps.report("1@1", "job", 0, [0.1])
     steps.count(StepsTaken("1@1", tuple(buckets), 100.0, 1.0), "job", 0)  # the same steps once more
     (histogram,) = steps.readings()
-    assert isinstance(histogram, Histogram)
+    assert isinstance(histogram, HistogramReading)
     assert histogram.number == 4
     assert steps.take("1@1") == 4

@@ -14,10 +14,10 @@ import pytest
 
 from support.agent_server import full_board
 from traceloom.agent.collectors.scheduler import Scheduler
-from traceloom.agent.metrics import METRICS, Histogram, Reading
+from traceloom.agent.metrics import METRICS, HistogramReading, Reading
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 
 
 class Counting:
@@ -28,7 +28,7 @@ class Counting:
     def __init__(self) -> None:
         self.runs = 0
 
-    def collect(self) -> Sequence[Reading | Histogram]:
+    def collect(self) -> Sequence[Reading | HistogramReading]:
         self.runs += 1
         return [Reading("host_cpu_seconds_total", ("user",), self.runs)]
 
@@ -36,7 +36,9 @@ class Counting:
         return []
 
 
-def _recorded(board: Board, directory: Path, seconds: float, more: Callable[[Scheduler], Any] = lambda _: None) -> Any:
+def _recorded(
+    board: Snapshot, directory: Path, seconds: float, more: Callable[[Scheduler], Any] = lambda _: None
+) -> Any:
     async def live() -> None:
         scheduler = Scheduler(board, [Counting()])
         scheduler.start()
@@ -86,7 +88,7 @@ def test_series_of_other_jobs_are_left_out(tmp_path: Path) -> None:
 def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
     board = full_board()
     _recorded(board, tmp_path, 0.3)
-    assert board.watchers == []
+    assert board.listeners == []
 
     async def cancelled() -> None:
         recording = asyncio.create_task(
@@ -95,13 +97,13 @@ def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
             )
         )
         await asyncio.sleep(0.2)
-        assert len(board.watchers) == 1
+        assert len(board.listeners) == 1
         recording.cancel()
         with pytest.raises(asyncio.CancelledError):
             await recording
 
     asyncio.run(cancelled())
-    assert board.watchers == []
+    assert board.listeners == []
     assert not (tmp_path / "other.telemetry.json.gz").exists()
 
 

@@ -25,8 +25,8 @@ from support.jobs import (
 )
 from support.odd_traces import gpu_rows_of, odd_trace
 from traceloom import analyze
-from traceloom.analyze.across_ranks import AcrossRanks, usual
-from traceloom.analyze.rank_summary import CLASSES, RankPart, breakdown_per_step
+from traceloom.analyze.across_ranks import AcrossRanks, compute_step_limit
+from traceloom.analyze.rank_summary import TIME_CLASSES, RankPart, compute_step_breakdown
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -170,10 +170,10 @@ def test_the_account_of_a_rank_is_all_of_its_time(job: str) -> None:
         assert (book.time_ns[0], book.time_ns[-1]) == (trace.start_ns, trace.end_ns)
         assert (book.sums.sum(axis=1) == book.time_ns - book.time_ns[0]).all()
         assert (np.diff(book.sums, axis=0) >= 0).all()
-        steps = breakdown_per_step(part).group_by("step").agg(pl.col("ns").sum()).sort("step")
+        steps = compute_step_breakdown(part).group_by("step").agg(pl.col("ns").sum()).sort("step")
         lengths = trace.steps.select("step", ns=pl.col("end_ns") - pl.col("start_ns")).filter(pl.col("ns") > 0)
         assert steps.rows() == lengths.sort("step").rows()
-        compute = CLASSES.index("compute")
+        compute = TIME_CLASSES.index("compute")
         names = [row for row in gpu_rows_of(trace) if row["category"] == "kernel" and "nccl" not in row["name"].lower()]
         assert book.sums[-1, compute] <= sum(row["ns"] for row in names)
 
@@ -199,7 +199,7 @@ def test_slow_steps_are_those_beyond_what_is_usual() -> None:
             lengths[step].append((high - low, part.rank or 0))
     whole = {step: max(of, key=lambda pair: pair[0]) for step, of in lengths.items() if len(of) == len(parts)}
     assert slow.steps.select("step", "duration_ns", "rank").rows() == [(s, *whole[s]) for s in sorted(whole)]
-    median, limit = usual(np.array([length for length, _ in whole.values()]))
+    median, limit = compute_step_limit(np.array([length for length, _ in whole.values()]))
     assert limit is not None
     assert slow.steps.filter("slow")["step"].to_list() == [s for s in sorted(whole) if whole[s][0] > limit] == [2]
     assert slow.steps["over_ns"].to_list() == [whole[s][0] - (median or 0) for s in sorted(whole)]

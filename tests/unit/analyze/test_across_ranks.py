@@ -22,7 +22,7 @@ from support.jobs import (
     training_job,
 )
 from traceloom import analyze
-from traceloom.analyze.across_ranks import AcrossRanks, usual
+from traceloom.analyze.across_ranks import AcrossRanks, compute_step_limit
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -222,11 +222,11 @@ def test_a_straggling_step_is_slow_and_compute_is_what_differs() -> None:
 
 
 def test_what_is_usual_is_not_moved_by_the_slow_and_needs_four_steps() -> None:
-    assert usual(np.array([100, 100, 900])) == (100, None)
-    assert usual(np.array([100, 100, 100, 900])) == (100, 102)
+    assert compute_step_limit(np.array([100, 100, 900])) == (100, None)
+    assert compute_step_limit(np.array([100, 100, 100, 900])) == (100, 102)
     # deviations from 105: 15, 5, 5, 5, 5, 4895; their median is 5, so 105 + 3.5 x 1.4826 x 5 = 130.9
-    assert usual(np.array([90, 100, 110, 100, 110, 5000])) == (105, 130)
-    assert usual(np.array([], dtype=np.int64)) == (None, None)
+    assert compute_step_limit(np.array([90, 100, 110, 100, 110, 5000])) == (105, 130)
+    assert compute_step_limit(np.array([], dtype=np.int64)) == (None, None)
 
 
 def test_uneven_experts_and_tables_show_in_the_load() -> None:

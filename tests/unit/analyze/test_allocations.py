@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze.memory_answers import LEAST_STEPS, allocations, explain
-from traceloom.analyze.memory_blocks import EXISTED, blocks
-from traceloom.analyze.memory_owners import LONG, slices
+from traceloom.analyze.memory_answers import MIN_STEPS, explain, explain_allocations
+from traceloom.analyze.memory_blocks import EXISTED_BEFORE, build_blocks
+from traceloom.analyze.memory_owners import LONG_SCHEMA, iterate_block_tables
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -112,7 +112,7 @@ def test_wrappers_are_no_scopes_and_no_modules() -> None:
 
 def test_a_backward_node_without_forward_op_is_said_to_be_unknown() -> None:
     builder = TraceBuilder().op(f"{EVALUATE}FooBackward0", 0, 20).allocation(5, 8, address=1)
-    found = allocations(builder.build())
+    found = explain_allocations(builder.build())
     assert found.largest["name"].to_list() == ["backward.unknown.FooBackward0.1"]
     assert [notice.slug for notice in found.notices] == ["backward-without-forward"]
 
@@ -159,7 +159,7 @@ def test_the_census_opens_the_record_and_names_what_was_there() -> None:
         address=[77, 88], bytes=[30, 20], device_type=["cpu", "cpu"], device=[-1, -1],
         owner=["parameter", "optimizer_state"], name=["Net.fc.weight", "Adam.exp_avg of Net.fc.weight"],
     )  # fmt: skip
-    found = allocations(trace)
+    found = explain_allocations(trace)
     assert found.pools.select("peak_bytes", "end_bytes").rows() == [(100, 70)]
     paths = dict(found.peak.select("path", "bytes").rows())
     assert paths["(before the recording).parameters.Net.fc.weight"] == 30
@@ -176,7 +176,7 @@ def test_what_a_graph_has_saved_before_the_window_is_an_activation() -> None:
         builder.build(), "live_storages_at_start",
         address=[77], bytes=[30], device_type=["cpu"], device=[-1], owner=["activation"], name=_GRAPH,
     )  # fmt: skip
-    found = allocations(trace)
+    found = explain_allocations(trace)
     assert ("activation", "census", 30) in found.categories.select("category", "evidence", "bytes").rows()
     assert dict(found.peak.select("path", "bytes").rows())["(before the recording).activations." + _GRAPH[0]] == 30
 
@@ -188,7 +188,7 @@ def test_inputs_that_a_graph_has_saved_stay_inputs() -> None:
         builder.build(), "live_storages_at_end",
         address=[1], bytes=[50], device_type=["cpu"], device=[-1], owner=["activation"], name=_GRAPH,
     )  # fmt: skip
-    assert allocations(trace).categories.select("category", "evidence").rows() == [("input", "inferred")]
+    assert explain_allocations(trace).categories.select("category", "evidence").rows() == [("input", "inferred")]
 
 
 def test_storages_that_the_events_do_not_explain_are_counted() -> None:
@@ -197,7 +197,7 @@ def test_storages_that_the_events_do_not_explain_are_counted() -> None:
     trace = _census(builder.build(), "live_storages_at_start", **start, owner=["other"] * 2, name=["a", "b"])
     end = {"address": [99, 88, 1], "bytes": [400, 7, 50], "device_type": ["cpu"] * 3, "device": [-1] * 3}
     trace = _census(trace, "live_storages_at_end", **end, owner=["other"] * 3, name=["c", "b", "d"])
-    said = {notice.slug: notice for notice in allocations(trace).notices}
+    said = {notice.slug: notice for notice in explain_allocations(trace).notices}
     assert set(said) == {"unrecorded-allocations", "unrecorded-frees"}
     assert "1 storages (400 B)" in said["unrecorded-allocations"].message
     assert "1 storages (30 B)" in said["unrecorded-frees"].message
@@ -208,7 +208,7 @@ def test_a_closing_census_that_adds_small_storages_up_says_nothing_of_what_is_go
     one = {"device_type": ["cpu"], "device": [-1], "owner": ["other"]}
     trace = _census(builder.build(), "live_storages_at_start", address=[77], bytes=[30], **one, name=["a"])
     trace = _census(trace, "live_storages_at_end", address=[0], bytes=[80], **one, name=["(2 smaller ones)"])
-    assert allocations(trace).notices == ()
+    assert explain_allocations(trace).notices == ()
 
 
 def _sums(trace: Trace, by: str) -> tuple[list[str], list[int]]:
@@ -228,13 +228,13 @@ def test_address_reuse_lost_frees_and_blocks_from_before() -> None:
     builder.allocation(1, 10, address=5).allocation(2, -10, address=5).allocation(3, 20, address=5)
     builder.allocation(4, 30, address=5)  # the free of the 20 went unrecorded
     builder.allocation(5, -7, address=6)  # made before the recording
-    found = blocks(builder.build())
+    found = build_blocks(builder.build())
     found.check()
     assert sorted(zip(found.bytes.tolist(), (found.ended < 5).tolist(), strict=True)) == [
         (7, True), (10, True), (20, True), (30, False)
     ]  # fmt: skip
     assert found.lost_frees == 1
-    assert (found.start_ns == EXISTED).sum() == 1
+    assert (found.start_ns == EXISTED_BEFORE).sum() == 1
 
 
 def test_without_addresses_a_free_ends_the_youngest_block_of_its_size() -> None:
@@ -243,12 +243,12 @@ def test_without_addresses_a_free_ends_the_youngest_block_of_its_size() -> None:
         builder.allocation(1.0 + time, change, address=0)
     builder.allocation(50, 10, address=0, device=1)  # of another device
     trace = builder.build()
-    found = blocks(trace)
+    found = build_blocks(trace)
     found.check()
     pairs = zip(found.made.tolist(), found.ended.tolist(), found.bytes.tolist(), strict=True)
     assert sorted(pairs) == [(-1, 0, 10), (1, 9, 10), (2, 5, 20), (3, 4, 10), (6, 7, 10), (8, 9, 10)]
     assert (found.lost_frees, found.resized) == (0, 0)
-    notices = {notice.slug: notice.count for notice in allocations(trace).notices}
+    notices = {notice.slug: notice.count for notice in explain_allocations(trace).notices}
     assert notices == {"freed-from-before": 1, "allocations-without-address": 6}
 
 
@@ -261,7 +261,7 @@ def test_without_addresses_the_blocks_add_up_to_the_events_of_every_device(event
     builder = TraceBuilder().op("aten::mm", 0, 1000)
     for number, (change, device) in enumerate(events):
         builder.allocation(1.0 + number, change, address=0, device=device)
-    found = blocks(builder.build())
+    found = build_blocks(builder.build())
     found.check()
     for number, pool in enumerate(found.pools):
         changes = np.diff(found.levels(number, len(events))).tolist()
@@ -289,21 +289,21 @@ def test_the_blocks_add_up_to_the_allocators_total_after_every_event(moves: list
         builder.allocation(1.0 + number, change, address=address, total_allocated=total)
         totals.append(total)
     trace = builder.build()
-    found = blocks(trace)
+    found = build_blocks(trace)
     found.check()
     (pool,) = found.pools
     levels = found.levels(0, trace.allocations.height)
     assert (levels + (pool.start_bytes or 0) - levels[0])[1:].tolist() == totals
     names = _names(trace)
     assert len(set(names)) == len(names)
-    peak = allocations(trace)
+    peak = explain_allocations(trace)
     assert peak.pools["peak_bytes"].to_list() == [max([before, *totals])]
     root = peak.peak.filter(pl.col("depth") == 0)
     assert root["bytes"].to_list() == peak.pools["peak_bytes"].to_list()
     assert peak.peak["self_bytes"].sum() == root["bytes"].sum()
 
 
-def _leaking(leaks: bool, steps: int = LEAST_STEPS + 2, leaking: Callable[[int], bool] = lambda _: True) -> Trace:
+def _leaking(leaks: bool, steps: int = MIN_STEPS + 2, leaking: Callable[[int], bool] = lambda _: True) -> Trace:
     builder = TraceBuilder()
     for step in range(steps):
         start = 100.0 * step
@@ -317,30 +317,30 @@ def _leaking(leaks: bool, steps: int = LEAST_STEPS + 2, leaking: Callable[[int],
 
 
 def test_what_every_step_leaves_behind_grows() -> None:
-    found = allocations(_leaking(leaks=True)).growth
-    assert found.select("site", "bytes_per_step", "step_count").rows() == [("loop.add.1", 1000.0, LEAST_STEPS + 1)]
+    found = explain_allocations(_leaking(leaks=True)).growth
+    assert found.select("site", "bytes_per_step", "step_count").rows() == [("loop.add.1", 1000.0, MIN_STEPS + 1)]
 
 
 @pytest.mark.parametrize(("leaking", "period"), [(lambda step: step % 2, 2), (lambda step: step % 3 == 1, 3)])
 def test_what_every_second_or_third_step_leaves_behind_grows(leaking: Callable[[int], bool], period: int) -> None:
-    found = allocations(_leaking(leaks=True, steps=12, leaking=leaking)).growth
+    found = explain_allocations(_leaking(leaks=True, steps=12, leaking=leaking)).growth
     assert found.select("period", "bytes_per_step").rows() == [(period, 1000 / period)]
 
 
 @pytest.mark.parametrize("steps", [{0, 1, 7}, {0, 1, 2, 3}, {2, 10}])
 def test_what_a_few_steps_leave_behind_without_any_order_does_not_grow(steps: set[int]) -> None:
-    assert allocations(_leaking(leaks=True, steps=12, leaking=steps.__contains__)).growth.height == 0
+    assert explain_allocations(_leaking(leaks=True, steps=12, leaking=steps.__contains__)).growth.height == 0
 
 
 def test_what_is_freed_does_not_grow() -> None:
-    assert allocations(_leaking(leaks=False)).growth.height == 0
+    assert explain_allocations(_leaking(leaks=False)).growth.height == 0
 
 
 def test_the_table_of_all_allocations() -> None:
     trace = _trained().build()
     known = explain(trace)
-    rows = pl.concat(slices(trace, known.named, known.kinds, known.whose, whole=True))
-    assert rows.schema == LONG
+    rows = pl.concat(iterate_block_tables(trace, known.named, known.kinds, known.whose, full_table=True))
+    assert rows.schema == LONG_SCHEMA
     first = rows.row(0, named=True)
     assert (first["name"], first["bytes"], first["lifetime_ns"], first["innermost_op"]) == (
         "fwd.linear.1", 100, 45_000, "aten::linear"
@@ -354,7 +354,7 @@ def test_a_trace_without_allocations_has_no_answers_even_where_a_census_was_take
         TraceBuilder().op("aten::mm", 0, 10).build(), "live_storages_at_start",
         **counted, owner=["parameter"], name=["Net.w"],
     )  # fmt: skip
-    found = allocations(trace)
+    found = explain_allocations(trace)
     assert all(frame.height == 0 for frame in (found.pools, found.peak, found.categories, found.largest, found.growth))
 
 
@@ -369,5 +369,5 @@ def test_an_address_that_a_census_names_twice_counts_once() -> None:
 
 def test_a_census_that_is_none_is_left_out() -> None:
     trace = _census(_example().build(), "live_storages_at_start", address=["x"], bytes=[1])
-    assert allocations(trace).pools.height == 1
+    assert explain_allocations(trace).pools.height == 1
     assert np.all(explain(trace).named.blocks.owner < 0)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.analyze.memory_answers import explain
-from traceloom.formats.memory_snapshot import snapshot_of
+from traceloom.formats.memory_snapshot import parse_snapshot
 from traceloom.testing import TraceBuilder
-from traceloom.trace.session import Snapshot
+from traceloom.trace.session import MemorySnapshot
 from traceloom.trace.trace import Trace
 
 BEGIN_US = 1_000_000
@@ -29,10 +29,10 @@ def _entry(time_us: float, address: int, size: int, ahead_us: int) -> dict[str, 
     }  # fmt: skip
 
 
-def _snapshot(events: list[Event], *, ahead_us: int = AHEAD_US) -> Snapshot:
+def _snapshot(events: list[Event], *, ahead_us: int = AHEAD_US) -> MemorySnapshot:
     """The history of these events; the line of each is its time in µs."""
     entries = [_entry(*event, ahead_us) for event in events]
-    return snapshot_of({"segments": [], "device_traces": [entries]}, "s.pickle")
+    return parse_snapshot({"segments": [], "device_traces": [entries]}, "s.pickle")
 
 
 def _trace(events: list[Event]) -> Trace:
@@ -45,7 +45,7 @@ def _trace(events: list[Event]) -> Trace:
     return builder.build()
 
 
-def _lines(events: list[Event], history: Snapshot) -> list[tuple[float | None, str | None]]:
+def _lines(events: list[Event], history: MemorySnapshot) -> list[tuple[float | None, str | None]]:
     """Of each block when it was made in µs (None: before) and its stack."""
     known = explain(_trace(events), snapshot=history)
     blocks = known.named.blocks
@@ -126,7 +126,7 @@ def test_a_line_is_the_right_one_or_none(seed: int, ahead_us: int, jitter_us: in
         time += 10
         events.append((time, address, 4096))
     entries = [_entry(*event, ahead_us + draw.randrange(jitter_us + 1)) for event in events]
-    history = snapshot_of({"segments": [], "device_traces": [entries]}, "s.pickle")
+    history = parse_snapshot({"segments": [], "device_traces": [entries]}, "s.pickle")
     found = [(time, stack) for time, stack in _lines(events, history) if time is not None]
     assert all(stack in (None, _line(time)) for time, stack in found)
     assert sum(stack is not None for _, stack in found) >= 0.9 * len(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from traceloom.analyze.ancestry import Forest, forest
+from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.testing import TraceBuilder
 
 
@@ -21,7 +21,7 @@ def sample() -> tuple[Forest, list[str]]:
         .op("e", 5, 10, thread=2)
         .build()
     )
-    tree = forest(trace)
+    tree = build_forest(trace)
     return tree, trace.events["name"].gather(tree.row).to_list()
 
 
@@ -89,7 +89,7 @@ def test_the_nearest_ancestor_is_the_first_wanted_one_on_the_way_up_however_many
     builder = TraceBuilder()
     for start, length, thread in random.integers((0, 0, 1), (60, 40, 3), size=(300, 3)).tolist():
         builder.op("a", start, length * (start % 7 > 0), thread=thread)  # many begin together, some take no time
-    tree = forest(builder.build())
+    tree = build_forest(builder.build())
     wanted = random.random(tree.row.size) < share
     expected = []
     for at in range(tree.row.size):

@@ -11,9 +11,9 @@ import pytest
 from support.odd_traces import odd_trace
 from traceloom.analyze import answer, gpu_time, host, idle
 from traceloom.analyze.answer import _REASONS
-from traceloom.analyze.gpu_time import device_account
+from traceloom.analyze.gpu_time import build_device_account
 from traceloom.analyze.idle import CAUSES
-from traceloom.system.units import share
+from traceloom.system.units import format_share
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
@@ -136,7 +136,7 @@ def test_parts_are_the_accounts_of_all_devices_added_up(seeds: tuple[int, ...]) 
     found = answer(session)
     wanted: dict[str, int] = defaultdict(int)
     for trace in session.traces:
-        account = device_account(trace, gpu_time(trace), idle(trace))
+        account = build_device_account(trace, gpu_time(trace), idle(trace))
         for kind, column in (("compute", "compute_ns"), ("communication", "exposed_communication_ns"), ("memory", "exposed_memory_ns"), ("idle", "idle_ns")):  # fmt: skip
             wanted[kind] += int(account.devices[column].sum())
     got = dict(found.parts.group_by("kind").agg(pl.col("ns").sum()).rows())
@@ -147,7 +147,7 @@ def test_parts_are_the_accounts_of_all_devices_added_up(seeds: tuple[int, ...]) 
     assert (found.parts["fraction"] * found.whole_ns).to_list() == pytest.approx(found.parts["ns"].to_list())
     for kind, ns in wanted.items():  # what takes a share worth saying is said with it
         if ns >= 0.1 * found.whole_ns:
-            assert share(ns, found.whole_ns) in found.sentence, (kind, found.sentence)
+            assert format_share(ns, found.whole_ns) in found.sentence, (kind, found.sentence)
 
 
 def test_without_gpu_work_the_parts_are_what_the_main_thread_did_in_the_steps() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.analyze.host_events import blocking_calls, starting_calls
+from traceloom.analyze.host_events import mark_blocking_calls, mark_device_setup_calls
 from traceloom.testing import TraceBuilder
 
 
 def blocks(name: str) -> bool:
     trace = TraceBuilder().launch(name, 0, 5, correlation=1, flow=False).build()
-    return bool(blocking_calls(trace)[0])
+    return bool(mark_blocking_calls(trace)[0])
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_an_asynchronous_copy_that_returned_after_its_copy_ended_has_waited() ->
     builder.copy("Memcpy DtoH (Device -> Pinned)", 40, 10, bytes=1, correlation=2)
     builder.launch("cudaLaunchKernel", 60, 20, correlation=3).kernel("short", 65, 1, correlation=3)
     trace = builder.build()
-    calls = trace.events.filter(blocking_calls(trace))
+    calls = trace.events.filter(mark_blocking_calls(trace))
     assert calls["start_ns"].to_list() == [0]
 
 
 def test_only_runtime_and_driver_calls_block() -> None:
     trace = TraceBuilder().op("my::Synchronize", 0, 5).kernel("Memcpy", 0, 5).build()
-    assert not blocking_calls(trace).any()
+    assert not mark_blocking_calls(trace).any()
 
 
 def slow(*names: str, ms: float = 20, op: str | None = "aten::conv2d", busy: bool = False) -> list[str]:
@@ -65,7 +65,7 @@ def slow(*names: str, ms: float = 20, op: str | None = "aten::conv2d", busy: boo
     for at, name in enumerate(names):
         builder.launch(name, 21 + 1000 * ms * at, 1000 * ms - 1, correlation=at + 2, flow=False)
     trace = builder.build()
-    return trace.events.filter(starting_calls(trace))["name"].to_list()
+    return trace.events.filter(mark_device_setup_calls(trace))["name"].to_list()
 
 
 def test_a_call_that_is_slow_while_the_device_is_idle_starts_it_or_loads_code() -> None:
@@ -88,4 +88,4 @@ def test_libraries_start_with_a_free_and_the_allocator_frees_after_it_asked() ->
 
 def test_what_the_device_does_meanwhile_is_unknown_without_its_work() -> None:
     trace = TraceBuilder().launch("cudaLaunchKernel", 0, 20_000, correlation=1).build()
-    assert not starting_calls(trace).any()
+    assert not mark_device_setup_calls(trace).any()

@@ -10,7 +10,7 @@ import pytest
 
 from support.odd_traces import above, covered, gpu_rows_of, rows_of
 from traceloom.analyze import blocking_calls, threads
-from traceloom.analyze.host_events import blocking_calls as waiting
+from traceloom.analyze.host_events import mark_blocking_calls as waiting
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 

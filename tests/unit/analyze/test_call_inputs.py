@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from traceloom.analyze.flops import Call, Tensor, Unknown
-from traceloom.analyze.flops.registry import SIZES, broadcast, dtype_of, parsed, promoted
-from traceloom.analyze.modelled_calls import modelled_calls
-from traceloom.analyze.placed_calls import TYPES, Peak, find, known_devices, peak_of
+from traceloom.analyze.flops.registry import (
+    DTYPE_BYTES,
+    derive_broadcast_shape,
+    derive_promoted_dtype,
+    parse_dtype,
+    parse_json_list,
+)
+from traceloom.analyze.modelled_calls import find_modelled_calls
+from traceloom.analyze.placed_calls import PEAK_TYPES, Peak, find, list_known_devices, parse_peak
 from traceloom.analyze.roofline import roofline
 from traceloom.errors import UsageError
 from traceloom.testing import TraceBuilder
@@ -31,8 +37,8 @@ def call(*values: str, **more: Any) -> Call:
     ("", None, 0), ("Scalar", None, 0), ("TensorList", None, 0), ("c10::quint8", None, 0),
 ])  # fmt: skip
 def test_element_types_by_the_names_that_pytorch_records(recorded: str, dtype: str | None, size: int) -> None:
-    assert dtype_of(recorded) == dtype
-    assert SIZES.get(dtype or "", 0) == size
+    assert parse_dtype(recorded) == dtype
+    assert DTYPE_BYTES.get(dtype or "", 0) == size
 
 
 @pytest.mark.parametrize(("shape", "strides", "stored"), [
@@ -87,7 +93,7 @@ def test_numbers_of_element_types_are_those_of_pytorch(code: str, dtype: str | N
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[", "7", "null", "[" * 100_000])
 def test_what_is_no_list_is_an_empty_one(text: str | None) -> None:
-    assert parsed(text) == []
+    assert parse_json_list(text) == []
 
 
 LADDER = ("bool", "int8", "int16", "int32", "int64", "fp16", "fp32", "fp64")
@@ -96,7 +102,7 @@ LADDER = ("bool", "int8", "int16", "int32", "int64", "fp16", "fp32", "fp64")
 @pytest.mark.parametrize(("low", "high"), list(combinations(LADDER, 2)))
 def test_of_two_tensors_the_wider_type_wins_whatever_the_order(low: str, high: str) -> None:
     one, other = Tensor((2,), low), Tensor((3, 1), high)
-    assert promoted([one, other]) == promoted([other, one]) == high
+    assert derive_promoted_dtype([one, other]) == derive_promoted_dtype([other, one]) == high
 
 
 @pytest.mark.parametrize(("tensor", "number", "result"), [
@@ -104,23 +110,23 @@ def test_of_two_tensors_the_wider_type_wins_whatever_the_order(low: str, high: s
     ("bool", "int64", "int64"), ("bool", "bool", "bool"), ("fp32", "complex64", "complex64"), ("int8", "fp16", "fp16"),
 ])  # fmt: skip
 def test_a_number_changes_the_kind_of_a_result_and_not_its_width(tensor: str, number: str, result: str) -> None:
-    assert promoted([Tensor((2,), tensor), Tensor((), number)]) == result
+    assert derive_promoted_dtype([Tensor((2,), tensor), Tensor((), number)]) == result
 
 
 def test_two_types_that_do_not_hold_each_other_meet_in_the_next_wider_one() -> None:
-    assert promoted([Tensor((2,), "uint8"), Tensor((2,), "int8")]) == "int16"
-    assert promoted([Tensor((2,), "bf16"), Tensor((2,), "fp16")]) == "fp32"
-    assert promoted([Tensor((2,), "bf16"), Tensor((2,), "fp16"), Tensor((2,), "fp64")]) == "fp64"
+    assert derive_promoted_dtype([Tensor((2,), "uint8"), Tensor((2,), "int8")]) == "int16"
+    assert derive_promoted_dtype([Tensor((2,), "bf16"), Tensor((2,), "fp16")]) == "fp32"
+    assert derive_promoted_dtype([Tensor((2,), "bf16"), Tensor((2,), "fp16"), Tensor((2,), "fp64")]) == "fp64"
     with pytest.raises(Unknown, match="no input is recorded as a tensor"):
-        promoted([])
+        derive_promoted_dtype([])
 
 
 def test_broadcasting_is_symmetric_and_refuses_what_does_not_fit() -> None:
-    assert broadcast((4, 1), (3,)) == broadcast((3,), (4, 1)) == (4, 3)
-    assert broadcast() == ()
-    assert broadcast((0, 1), (5,)) == (0, 5)
+    assert derive_broadcast_shape((4, 1), (3,)) == derive_broadcast_shape((3,), (4, 1)) == (4, 3)
+    assert derive_broadcast_shape() == ()
+    assert derive_broadcast_shape((0, 1), (5,)) == (0, 5)
     with pytest.raises(Unknown, match="do not fit"):
-        broadcast((4,), (3,))
+        derive_broadcast_shape((4,), (3,))
 
 
 # -- element types of lists, from the names of kernels ------------------------------------------------------------
@@ -139,7 +145,7 @@ def test_broadcasting_is_symmetric_and_refuses_what_does_not_fit() -> None:
 def test_lists_of_tensors_take_the_type_that_the_kernel_names(kernel: str, size: int | None) -> None:
     builder = TraceBuilder().op("aten::cat", 0, 9, shapes=[[[3, 4], [5, 4]], []], types=["TensorList", "Scalar"])
     builder.launch("cudaLaunchKernel", 2, 3, correlation=1).kernel(kernel, 20, 5, correlation=1)
-    groups = modelled_calls(builder.build()).groups
+    groups = find_modelled_calls(builder.build()).groups
     assert groups["bytes"].to_list() == [None if size is None else 2 * 32 * size]
     assert groups["reason"].is_null().to_list() == [size is not None]
 
@@ -157,12 +163,12 @@ def test_matrix_units_and_vector_units_have_rates_of_their_own() -> None:
     assert [plain.rate("fp64", matrix=True), plain.rate("fp32", matrix=True)] == [1, 3]
 
 
-@pytest.mark.parametrize("name", known_devices())
+@pytest.mark.parametrize("name", list_known_devices())
 def test_a_device_is_known_in_any_case_and_with_any_blanks_and_in_no_part(name: str) -> None:
     peak = find(name)
     assert isinstance(peak, Peak)
-    assert find(f"  {name.upper()} ".replace(" ", "  ")) == find(name.lower()) == peak == peak_of(name)
-    assert set(peak.flops) <= set(TYPES)
+    assert find(f"  {name.upper()} ".replace(" ", "  ")) == find(name.lower()) == peak == parse_peak(name)
+    assert set(peak.flops) <= set(PEAK_TYPES)
     assert isinstance(find(f"{name} 2"), str)
 
 
@@ -176,7 +182,7 @@ def test_a_device_is_known_in_any_case_and_with_any_blanks_and_in_no_part(name: 
 ])  # fmt: skip
 def test_peaks_that_cannot_be_are_refused_with_the_reason(spec: Any, says: str) -> None:
     with pytest.raises(UsageError) as refused:
-        peak_of(spec)
+        parse_peak(spec)
     assert says in str(refused.value)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.analyze.memory_answers import allocations, explain
+from traceloom.analyze.memory_answers import explain, explain_allocations
 from traceloom.testing import TraceBuilder
 
 EVALUATE = "autograd::engine::evaluate_function: "
@@ -71,13 +71,13 @@ def test_layers_are_told_apart_though_each_counts_anew(numbers: tuple[int, int],
 
 
 def test_no_node_of_a_checkpoint_is_said_to_be_unknown() -> None:
-    assert allocations(backward(forward(), 0, 200, 9).build()).notices == ()
+    assert explain_allocations(backward(forward(), 0, 200, 9).build()).notices == ()
 
 
 def test_a_nested_node_whose_operator_was_not_run_again_is_not_guessed() -> None:
     builder = forward().op(f"{EVALUATE}CheckpointFunctionBackward", 200, 100, sequence=5, forward_thread=1)
     builder.op("aten::linear", 203, 10, sequence=9)
     builder.op(f"{EVALUATE}AddmmBackward0", 230, 30, sequence=8, forward_thread=1).allocation(235, 200, address=3)
-    found = allocations(builder.build())
+    found = explain_allocations(builder.build())
     assert [notice.slug for notice in found.notices] == ["backward-without-forward"]
     assert found.largest["name"].to_list()[0] == "backward.unknown.AddmmBackward0.1"

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import Rule, gpu_time, kernels, read_rules
-from traceloom.analyze.kernel_rules import built_in_rules, classify
+from traceloom.analyze.kernel_rules import assign_categories, load_built_in_category_rules
 from traceloom.errors import InputError, UsageError
 from traceloom.testing import TraceBuilder
 
@@ -18,7 +18,7 @@ TABLE = json.loads(files("traceloom.analyze").joinpath("kernel_rules.json").read
 
 
 def told(name: str, kind: str = "kernel", rules: tuple[Rule, ...] = ()) -> tuple[str, str]:
-    row = classify(pl.DataFrame({"name": [name], "kind": [kind]}), rules).to_dicts()[0]
+    row = assign_categories(pl.DataFrame({"name": [name], "kind": [kind]}), rules).to_dicts()[0]
     return row["category"], row["rule"]
 
 
@@ -31,7 +31,7 @@ def test_rules_have_unique_names_and_reasons() -> None:
     names = [row["rule"] for row in TABLE]
     assert len(set(names)) == len(names)
     assert all(row["why"] for row in TABLE)
-    assert [rule.name for rule in built_in_rules()] == names
+    assert [rule.name for rule in load_built_in_category_rules()] == names
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_every_rule_stands_in_the_documentation() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "concepts" / "kernel-categories.md").read_text(
         encoding="utf-8"
     )
-    assert [rule.name for rule in built_in_rules() if f"`{rule.name}`" not in page] == []
+    assert [rule.name for rule in load_built_in_category_rules() if f"`{rule.name}`" not in page] == []

@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from traceloom import analyze
-from traceloom.analyze.bandwidth import correct_links_by_host, link_of
-from traceloom.analyze.collective_names import with_names
+from traceloom.analyze.bandwidth import correct_links_by_host, find_device_link
+from traceloom.analyze.collective_names import add_algorithms
 from traceloom.formats import load
 from traceloom.testing import TraceBuilder
 
@@ -68,7 +68,7 @@ def test_no_bandwidth_without_size_group_or_time() -> None:
     ],
 )
 def test_links_by_device_names(device: str | None, link: str | None, peak: float | None) -> None:
-    found = link_of(device)
+    found = find_device_link(device)
     assert (found.name if found else None, found.peak_gb_per_s if found else None) == (link, peak)
 
 
@@ -96,7 +96,7 @@ def test_hosts_that_are_known_decide_about_the_link() -> None:
         frames.append(analyze.collectives(builder.build()).calls)
     before = pl.concat(frames)
     assert before["link"].null_count() == before.height, "one visible device does not tell"
-    links = {rank: link_of("NVIDIA H100 80GB HBM3") for rank in range(4)}
+    links = {rank: find_device_link("NVIDIA H100 80GB HBM3") for rank in range(4)}
     after = correct_links_by_host(before, {0: "a", 1: "a", 2: "b", 3: "b"}, {k: v for k, v in links.items() if v})
     told = dict(after.group_by("group").agg(pl.col("link").drop_nulls().unique()).rows())
     assert told == {"0": ["NVLink 4"], "1": [], "2": []}
@@ -132,7 +132,7 @@ def test_hosts_that_are_known_decide_about_the_link() -> None:
     ],
 )
 def test_algorithm_and_protocol_by_name(name: str, algorithm: str, protocol: str, certain: bool | None) -> None:
-    (row,) = with_names(pl.DataFrame({"name": [name]})).to_dicts()
+    (row,) = add_algorithms(pl.DataFrame({"name": [name]})).to_dicts()
     assert (row["algorithm"], row["protocol"], row["name_certain"]) == (algorithm, protocol, certain)
 
 
@@ -416,7 +416,7 @@ def test_hosts_decide_only_about_groups_whose_hosts_are_all_known() -> None:
         told = ARGS("allreduce", "0", 2, 4096, "Float") | {"Process Group Ranks": "[0, 1]"}
         trace = TraceBuilder(rank, 2).kernel("ncclDevKernel_AllReduce", 0, 10, stream=20, **told).build()
         frames.append(analyze.collectives(trace).calls)
-    both, link = pl.concat(frames), link_of("NVIDIA H100 80GB HBM3")
+    both, link = pl.concat(frames), find_device_link("NVIDIA H100 80GB HBM3")
     assert link is not None
     links = {0: link, 1: link}
     known = correct_links_by_host(both, {0: "a", 1: "a"}, links)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from support.jobs import Change, Recipe, training_job
 from traceloom.analyze import compare
-from traceloom.analyze.compare_tables import mean, round_to_sum
-from traceloom.analyze.compare_tree import ListItems, pairs
+from traceloom.analyze.compare_tables import compute_rounded_mean, round_to_sum
+from traceloom.analyze.compare_tree import ListItems, match_items
 from traceloom.errors import UsageError
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
@@ -233,7 +233,7 @@ def test_doubled_kernels_show_as_twice_the_time_of_each() -> None:
 @given(st.lists(st.integers(0, 10**6), max_size=20), st.integers(1, 9))
 def test_rounded_parts_add_up_to_the_rounded_whole(totals: list[int], count: int) -> None:
     parts = round_to_sum(np.array(totals, dtype=np.int64), count)
-    assert int(parts.sum()) == mean(sum(totals), count)
+    assert int(parts.sum()) == compute_rounded_mean(sum(totals), count)
     assert all(abs(part - total / count) < 1 for part, total in zip(parts.tolist(), totals, strict=True))
 
 
@@ -254,7 +254,7 @@ def items(text: str, sizes: dict[str, int] | None = None) -> ListItems:
     ],
 )
 def test_lists_are_paired_in_order(one: str, other: str, expected: str) -> None:
-    found = pairs(items(one), items(other))
+    found = match_items(items(one), items(other))
     assert "".join(one[at] for at, _ in found) == expected
     assert all(one[at] == other[to] for at, to in found)
     assert found == sorted(found)
@@ -262,7 +262,7 @@ def test_lists_are_paired_in_order(one: str, other: str, expected: str) -> None:
 
 
 def test_a_large_subtree_is_rather_the_same_than_many_small_ones() -> None:
-    found = pairs(items("zMzz", {"M": 500}), items("zzzm", {"m": 400}))
+    found = match_items(items("zMzz", {"M": 500}), items("zzzm", {"m": 400}))
     assert (1, 3) in found
 
 
@@ -271,7 +271,7 @@ def test_long_lists_are_paired_too() -> None:
     one = ListItems(long, long * 0, long * 0, long, np.ones(long.size, dtype=np.int64))
     cut = np.delete(long, [10, 2_500])
     other = ListItems(cut, cut * 0, cut * 0, cut, np.ones(cut.size, dtype=np.int64))
-    assert len(pairs(one, other)) == cut.size
+    assert len(match_items(one, other)) == cut.size
 
 
 def test_operators_are_compared_by_what_they_launched_whenever_it_ran() -> None:

@@ -13,8 +13,8 @@ import pytest
 from support.jobs import Recipe, training_job
 from support.odd_traces import Row, above, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import Comparison, compare
-from traceloom.analyze.compare_tree import samples
-from traceloom.analyze.gate import causes_of
+from traceloom.analyze.compare_tree import select_compared_steps
+from traceloom.analyze.gate import find_comparison_causes
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
@@ -205,7 +205,7 @@ def test_another_kernel_of_the_same_operator_is_a_replacement_with_its_cost() ->
     assert (row["status"], row["base_kernel"], row["new_kernel"], row["difference_ns"]) == (
         "replaced", "gemm", "gemm_v2", 20_000
     )  # fmt: skip
-    told = causes_of(found).rows()
+    told = find_comparison_causes(found).rows()
     assert ("kernel", "gemm → gemm_v2 in aten::mm", 40_000, 60_000, 20_000) in told
 
 
@@ -246,7 +246,7 @@ def test_without_gpu_work_on_one_side_the_host_is_the_account_of_both() -> None:
     assert found.kernels.height == 0
     assert found.operators.select("base_duration_ns", "new_duration_ns", "base_device_ns").to_numpy().sum() == 0
     assert set(found.breakdown["part"]) == {"operators", "outside"}
-    told = causes_of(found)
+    told = find_comparison_causes(found)
     assert set(told["what"]) == {"operator"}
     assert told.height <= 20
     assert told["difference_ns"].abs().is_sorted(descending=True)
@@ -255,7 +255,7 @@ def test_without_gpu_work_on_one_side_the_host_is_the_account_of_both() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_compared_steps_are_the_whole_ones_or_the_window(seed: int) -> None:
     trace = odd_trace(seed)
-    of = samples(trace)
+    of = select_compared_steps(trace)
     spans = list(zip(of.spans.start.tolist(), of.spans.end.tolist(), strict=True))
     assert spans == windows(trace)
     assert of.step.len() == len(spans)

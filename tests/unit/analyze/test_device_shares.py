@@ -11,15 +11,15 @@ import pytest
 
 from support.odd_traces import Row, covered, gpu_rows_of, odd_trace
 from traceloom.analyze import communication, copies, gpu_time, idle, kernel_kinds, kernels, longest_gaps
-from traceloom.analyze.gpu_time import PARTS, device_account, has_step_time
-from traceloom.analyze.kernel_kinds import PRIORITY, kinds
-from traceloom.analyze.steps import tiles
+from traceloom.analyze.gpu_time import PARTS, build_device_account, has_step_time
+from traceloom.analyze.kernel_kinds import PRIORITY, classify_kinds
+from traceloom.analyze.steps import build_tiles
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
 
 def by_device(trace: Trace) -> dict[int, list[Row]]:
-    kind = dict(kinds(trace).select("event", pl.col("kind").cast(pl.String)).rows())
+    kind = dict(classify_kinds(trace).select("event", pl.col("kind").cast(pl.String)).rows())
     rows: dict[int, list[Row]] = defaultdict(list)
     for row in gpu_rows_of(trace):
         rows[row["device"]].append(row | {"kind": kind[row["event"]]})
@@ -28,7 +28,7 @@ def by_device(trace: Trace) -> dict[int, list[Row]]:
 
 def step_spans(trace: Trace) -> list[tuple[int | None, int, int]]:
     """Number, start and end of each tile of the trace; steps and what lies between them."""
-    cut = tiles(trace)
+    cut = build_tiles(trace)
     numbers = [*trace.steps["step"].to_list(), None]
     spans = zip(cut.row.tolist(), cut.spans.start.tolist(), cut.spans.end.tolist(), strict=True)
     return [(numbers[row], low, high) for row, low, high in spans]
@@ -76,7 +76,7 @@ def test_busy_and_idle_time_is_the_same_whoever_tells_it(odd: Trace) -> None:
 
 
 def test_the_account_of_a_report_is_all_of_the_steps_or_of_the_gpu_work(odd: Trace) -> None:
-    account = device_account(odd, gpu_time(odd), idle(odd))
+    account = build_device_account(odd, gpu_time(odd), idle(odd))
     assert account.window == ("steps" if odd.steps.height else "gpu_work")
     rows = account.devices
     assert rows.select(pl.sum_horizontal(PARTS)).to_series().to_list() == rows["window_ns"].to_list()
@@ -100,7 +100,7 @@ def test_steps_without_time_are_no_steps_to_account_for(lengths: list[float]) ->
         builder.step(number, 3, length)
     trace = builder.build()
     assert has_step_time(trace) == any(trace.steps["end_ns"] > trace.steps["start_ns"])
-    account = device_account(trace, gpu_time(trace), idle(trace))
+    account = build_device_account(trace, gpu_time(trace), idle(trace))
     assert account.devices.height == 1
     assert account.devices["idle_ns"].sum() == account.idle["idle_ns"].sum() + account.devices["edge_idle_ns"].sum()
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.odd_traces import Row, above, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import flame
-from traceloom.analyze.flame import thread_names
+from traceloom.analyze.flame import list_thread_names
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
@@ -127,7 +127,7 @@ Path = tuple[str, ...]
 def folded(trace: Trace, low: int | None = None, high: int | None = None) -> dict[Path, list[int]]:
     """Calls, self, total, self device and device time by path; host time between two instants where these are given."""
     events = rows_of(trace)
-    lanes = dict(enumerate(thread_names(trace)))
+    lanes = dict(enumerate(list_thread_names(trace)))
     values: dict[Path, list[int]] = defaultdict(lambda: [0] * 5)
 
     def path(row: Row) -> Path:

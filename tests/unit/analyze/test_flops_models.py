@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.analyze import flops
-from traceloom.analyze.flops.attention import unmasked_pairs
-from traceloom.analyze.flops.registry import Launched, Tensor, broadcast, promoted
-from traceloom.analyze.flops.serving import _row_tiles
+from traceloom.analyze.flops.attention import count_unmasked_pairs
+from traceloom.analyze.flops.registry import LaunchedKernel, Tensor, derive_broadcast_shape, derive_promoted_dtype
+from traceloom.analyze.flops.serving import _count_row_tiles
 
 BF, F, H, L, I8, FP8 = "c10::BFloat16", "float", "c10::Half", "long int", "signed char", "c10::Float8_e4m3fn"
 S, SL, TL, NONE = "Scalar", "ScalarList", "TensorList", ""
@@ -114,7 +114,7 @@ def test_unmasked_pairs_are_those_of_the_mask_itself(
     mask = (key <= own + right) if right >= 0 else np.ones((queries, keys), dtype=bool)
     if left >= 0:
         mask &= key >= own - left
-    assert unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=right) == mask.sum()
+    assert count_unmasked_pairs(queries, keys, bottom_right=bottom_right, left=left, right=right) == mask.sum()
 
 
 def flash(causal: str, queries: int, keys: int, heads: int = 8, kv_heads: int = 8, d_v: int = 64) -> list[Any]:
@@ -216,7 +216,7 @@ def test_expanded_inputs_lie_once_in_memory() -> None:
 
 
 def test_shapes_of_a_damaged_file_cost_nothing_and_are_refused() -> None:
-    assert unmasked_pairs(10**15, 10**15, bottom_right=True) == 10**15 * (10**15 + 1) // 2
+    assert count_unmasked_pairs(10**15, 10**15, bottom_right=True) == 10**15 * (10**15 + 1) // 2
     assert work("aten::mm", ([10**9, 10**9], F), ([10**9, 10**9], F)) == "the recorded shapes are too large to be true"
     assert isinstance(work("aten::mm", ([-4, 5], F), ([5, 3], F)), str)
 
@@ -240,19 +240,19 @@ def test_types_promote_as_in_pytorch() -> None:
     def tensor(dtype: str, *shape: int) -> Tensor:
         return Tensor(shape, dtype)
 
-    assert promoted([tensor("bf16", 3), tensor("fp64")]) == "bf16"
-    assert promoted([tensor("int64", 3), tensor("fp64")]) == "fp32"
-    assert promoted([tensor("bf16", 3), tensor("fp32", 3)]) == "fp32"
-    assert promoted([tensor("bf16", 3), tensor("fp16", 3)]) == "fp32"
-    assert promoted([tensor("int32", 3), tensor("int64", 3)]) == "int64"
-    assert promoted([tensor("fp32"), tensor("bool", 3)]) == "fp32"
+    assert derive_promoted_dtype([tensor("bf16", 3), tensor("fp64")]) == "bf16"
+    assert derive_promoted_dtype([tensor("int64", 3), tensor("fp64")]) == "fp32"
+    assert derive_promoted_dtype([tensor("bf16", 3), tensor("fp32", 3)]) == "fp32"
+    assert derive_promoted_dtype([tensor("bf16", 3), tensor("fp16", 3)]) == "fp32"
+    assert derive_promoted_dtype([tensor("int32", 3), tensor("int64", 3)]) == "int64"
+    assert derive_promoted_dtype([tensor("fp32"), tensor("bool", 3)]) == "fp32"
 
 
 def test_shapes_broadcast_or_are_refused() -> None:
-    assert broadcast((3, 1), (4,)) == (3, 4)
-    assert broadcast((0, 1), (4,)) == (0, 4)
+    assert derive_broadcast_shape((3, 1), (4,)) == (3, 4)
+    assert derive_broadcast_shape((0, 1), (4,)) == (0, 4)
     with pytest.raises(flops.Unknown):
-        broadcast((3,), (4,))
+        derive_broadcast_shape((3,), (4,))
 
 
 def test_no_model_fails_on_inputs_it_does_not_know() -> None:
@@ -309,9 +309,9 @@ def test_triton_experts_are_told_by_their_grids() -> None:
     sort = flops.Call("SortTokens", [[32, 4], [32, 4], []], [BF, "short int", S], ["", "", "32"], [])
     name = "_matmul_ogs_NNT_bf16xbf16xmxfp4_16x128x256x1"
     kernels = (
-        Launched("_topk_forward", (1, 1, 1)),
-        Launched(f"{name}_swiglu", (1748, 1, 1)),
-        Launched(name, (912, 1, 1)),
+        LaunchedKernel("_topk_forward", (1, 1, 1)),
+        LaunchedKernel(f"{name}_swiglu", (1748, 1, 1)),
+        LaunchedKernel(name, (912, 1, 1)),
     )
     inputs = ([32, 3072], BF), ([32, 32], BF), none(), none()
     weights = 3072 * 46 * 128 + 46 * 64 * 24 * 128
@@ -324,7 +324,7 @@ def test_triton_experts_are_told_by_their_grids() -> None:
     )
     for missing in ({"kernels": kernels}, {"inside": (sort,)}, {"inside": (sort,), "kernels": kernels[:2]}):
         assert work("vllm::moe_forward", *inputs, **missing) == "the sizes of the experts are not recorded"
-    others = (kernels[1], Launched(name, (913, 1, 1)))
+    others = (kernels[1], LaunchedKernel(name, (913, 1, 1)))
     assert "grids" in str(work("vllm::moe_forward", *inputs, inside=(sort,), kernels=others))
 
 
@@ -332,7 +332,7 @@ def test_triton_experts_are_told_by_their_grids() -> None:
     rows=st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any), block=st.sampled_from([16, 32, 64, 128])
 )
 def test_no_spread_of_rows_over_experts_needs_more_tiles(rows: list[int], block: int) -> None:
-    assert sum(-(-count // block) for count in rows) <= _row_tiles(sum(rows), len(rows), block)
+    assert sum(-(-count // block) for count in rows) <= _count_row_tiles(sum(rows), len(rows), block)
 
 
 def test_paged_attention_over_a_cache_takes_the_lengths_of_the_batch() -> None:

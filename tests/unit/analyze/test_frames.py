@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from traceloom.analyze.host_events import STRETCHES, held, is_users, places
+from traceloom.analyze.host_events import HOST_INTERVALS_SCHEMA, is_user_frame, measure_frame_time, parse_frame_places
 from traceloom.testing import TraceBuilder
 
 Table = dict[tuple[str, str | None], int]
@@ -16,7 +16,7 @@ def table(builder: TraceBuilder, *stretches: tuple[float, float], thread: int = 
     trace = builder.build()
     lane = trace.lanes.filter(pl.col("thread") == str(thread))["lane"][0]
     rows = [(lane, round(start * 1000), round(end * 1000)) for start, end in stretches]
-    (rows_held,) = held(trace, [pl.DataFrame(rows, schema=STRETCHES, orient="row")])
+    (rows_held,) = measure_frame_time(trace, [pl.DataFrame(rows, schema=HOST_INTERVALS_SCHEMA, orient="row")])
     return {(frame, inside): ns // 1000 for frame, inside, ns in rows_held.rows()}
 
 
@@ -101,9 +101,9 @@ def test_without_frames_nothing_holds_it() -> None:
     ],
 )
 def test_whose_code_it_is(frame: str, own: bool) -> None:
-    assert is_users(frame) is own
+    assert is_user_frame(frame) is own
 
 
 def test_places_of_frames() -> None:
-    rows = places(pl.Series(["a/b.py(12): f", "C:\\x (1)\\b.py(3): g", "aten::add"])).rows()
+    rows = parse_frame_places(pl.Series(["a/b.py(12): f", "C:\\x (1)\\b.py(3): g", "aten::add"])).rows()
     assert rows == [("f", "a/b.py", 12), ("g", "C:\\x (1)\\b.py", 3), ("aten::add", None, None)]

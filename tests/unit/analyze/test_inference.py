@@ -9,7 +9,7 @@ import pytest
 
 import traceloom
 from traceloom.analyze import inference
-from traceloom.analyze.inference import FACTS
+from traceloom.analyze.inference import FIELD_NAMES
 from traceloom.errors import UsageError
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
@@ -19,7 +19,7 @@ def said(name: str) -> dict[str, Any]:
     """What is read from one annotation; unknown facts left out."""
     rows = inference(TraceBuilder().annotation(name, 0, 10).build()).steps.to_dicts()
     assert len(rows) == 1
-    return {key: rows[0][key] for key in ("framework", "kind", *FACTS) if rows[0][key] is not None}
+    return {key: rows[0][key] for key in ("framework", "kind", *FIELD_NAMES) if rows[0][key] is not None}
 
 
 def test_vllm_with_its_detailed_sums() -> None:

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import kernel_efficiency, kernel_shapes
-from traceloom.analyze.kernel_rules import matrix_units
+from traceloom.analyze.kernel_rules import classify_matrix_units
 from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
@@ -32,7 +32,7 @@ def kernel(made: TraceBuilder, start: float, length: float, blocks: object, occu
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["rule"])
 def test_each_rule_of_matrix_units_decides_its_example(row: dict[str, str]) -> None:
-    found = matrix_units(pl.DataFrame({"name": [row["example"]], "kind": ["convolution"]}))
+    found = classify_matrix_units(pl.DataFrame({"name": [row["example"]], "kind": ["convolution"]}))
     assert found.to_list() == [STATE[row["uses"]]]
     assert row["why"]
 
@@ -40,7 +40,7 @@ def test_each_rule_of_matrix_units_decides_its_example(row: dict[str, str]) -> N
 def test_only_matrix_products_can_use_matrix_units() -> None:
     names = ["ampere_bf16_s16816gemm", "ampere_bf16_s16816gemm", "strange", "strange", "volta_sgemm_64x64_nt"]
     frame = pl.DataFrame({"name": names, "kind": ["gemm", "elementwise", "gemm", "copy", "gemm"]})
-    assert matrix_units(frame).to_list() == ["used", "none", "unknown", "none", "unused"]
+    assert classify_matrix_units(frame).to_list() == ["used", "none", "unknown", "none", "unused"]
 
 
 def test_sm_efficiency_counts_blocks_up_to_one_per_sm(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import KindRule, kernel_kinds, read_kind_rules
-from traceloom.analyze.kernel_kinds import PRIORITY, kinds
-from traceloom.analyze.kernel_rules import KINDS, built_in_kind_rules
+from traceloom.analyze.kernel_kinds import PRIORITY, classify_kinds
+from traceloom.analyze.kernel_rules import WORK_KINDS, load_built_in_kind_rules
 from traceloom.errors import InputError, UsageError
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
@@ -33,7 +33,7 @@ def launched(kernel: str, op: str = "", under: str = "") -> Trace:
 
 
 def told(kernel: str, op: str = "", under: str = "") -> tuple[str, str]:
-    row = kinds(launched(kernel, op, under)).row(0, named=True)
+    row = classify_kinds(launched(kernel, op, under)).row(0, named=True)
     return row["kind"], row["rule"]
 
 
@@ -47,7 +47,7 @@ def test_rules_have_unique_names_and_reasons() -> None:
     names = [row["rule"] for row in TABLE]
     assert len(set(names)) == len(names)
     assert all(row["why"] for row in TABLE)
-    assert [rule.name for rule in built_in_kind_rules()] == names
+    assert [rule.name for rule in load_built_in_kind_rules()] == names
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,18 @@ def test_kernels_of_all_vendors_and_servers(kernel: str, kind: str) -> None:
 def test_names_of_python_frames_are_no_operators() -> None:
     made = TraceBuilder().python("conv2d.py(3): Optimizer.step#", 0, 90).op("aten::add", 10, 70)
     trace = made.launch("cudaLaunchKernel", 20, 5, correlation=1).kernel(GEMM, 100, 50, correlation=1).build()
-    assert kinds(trace)["kind"].to_list() == ["gemm"]
+    assert classify_kinds(trace)["kind"].to_list() == ["gemm"]
 
 
 def test_copies_and_fills_are_copies_whatever_they_are_called() -> None:
     trace = TraceBuilder().copy("Memcpy HtoD (Pinned -> Device)", 0, 5, bytes=8).fill(10, 5, bytes=8).build()
-    assert kinds(trace).select("kind", "rule").rows() == [("copy", "category")] * 2
+    assert classify_kinds(trace).select("kind", "rule").rows() == [("copy", "category")] * 2
 
 
 def test_the_users_rules_come_first_even_before_communication() -> None:
     trace = TraceBuilder().kernel(NCCL, 0, 5).kernel("mine_17", 10, 5).build()
     mine = [KindRule("ours", "attention", "^mine_"), KindRule("ring", "other", "nccl")]
-    assert kinds(trace, mine).select("kind", "rule").rows() == [("other", "ring"), ("attention", "ours")]
+    assert classify_kinds(trace, mine).select("kind", "rule").rows() == [("other", "ring"), ("attention", "ours")]
     assert kernel_kinds(trace, mine).kinds.filter(pl.col("kind") == "attention")["sum_ns"].item() == 5000
 
 
@@ -157,7 +157,7 @@ def test_rules_of_the_user_are_read_and_checked(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_place_in_the_priority() -> None:
-    assert sorted(PRIORITY) == sorted(KINDS)
+    assert sorted(PRIORITY) == sorted(WORK_KINDS)
 
 
 def test_a_nanosecond_of_several_kinds_belongs_to_the_first_in_the_priority() -> None:
@@ -206,7 +206,7 @@ def test_each_device_has_its_own_account() -> None:
     found = kernel_kinds(trace)
     found.check()
     assert found.devices.select("device", "window_ns").rows() == [(0, 10_000), (1, 30_000)]
-    assert found.kinds.height == 2 * len(KINDS)
+    assert found.kinds.height == 2 * len(WORK_KINDS)
 
 
 def test_a_trace_without_gpu_work_has_empty_tables_of_the_same_columns() -> None:

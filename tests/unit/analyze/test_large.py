@@ -20,10 +20,10 @@ def test_the_report_of_a_real_trace_on_disk_is_that_in_memory(name, shared_data,
     path = shared_data / "kineto" / f"{name}.json.gz"
     expected = build(Session((read_kineto(path),), name), ReportOptions())
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 0)
-    monkeypatch.setattr(mapped_arrays, "LEAST_BYTES", 1)
-    monkeypatch.setattr(mapped_arrays, "PIECE", 10_000)
-    monkeypatch.setattr(mapped_arrays, "SORTED", 20_000)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 0)
+    monkeypatch.setattr(mapped_arrays, "MIN_MAPPED_BYTES", 1)
+    monkeypatch.setattr(mapped_arrays, "SLICE_ELEMENTS", 10_000)
+    monkeypatch.setattr(mapped_arrays, "MAX_SORTED_ELEMENTS", 20_000)
     assert build(Session((read_kineto(path),), name), ReportOptions()) == expected
     mapped_arrays.BLOCK_POOL.clear()
     assert list((tmp_path / "spill").iterdir()) == []

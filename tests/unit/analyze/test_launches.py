@@ -11,7 +11,7 @@ import pytest
 
 from support.odd_traces import Row, covered, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import launches
-from traceloom.analyze.launches import downsample
+from traceloom.analyze.launches import reduce_curve
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -301,7 +301,7 @@ def test_what_a_step_launches_is_told_per_device(odd: Trace) -> None:
 @pytest.mark.parametrize("points", [1, 2, 7, 10_000])
 def test_a_thinned_curve_keeps_the_deepest_of_every_stream(points: int) -> None:
     whole = launches(odd_trace(0)).curve
-    few = downsample(whole, points)
+    few = reduce_curve(whole, points)
     for key, part in whole.group_by("device", "stream"):
         own = few.filter(pl.col("device").eq_missing(key[0]), pl.col("stream").eq_missing(key[1]))
         assert own.height <= points

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import memory
-from traceloom.analyze.memory_answers import allocations
+from traceloom.analyze.memory_answers import explain_allocations
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -140,7 +140,7 @@ def test_curve_and_peak_are_those_of_the_allocator(events: int, before: int) -> 
 @pytest.mark.parametrize("events", [2, 300])
 def test_both_accounts_of_memory_agree(events: int) -> None:
     trace, _ = played(events, events, 1 << 30)
-    short, long = memory(trace).devices, allocations(trace).pools
+    short, long = memory(trace).devices, explain_allocations(trace).pools
     columns = ["device", "peak_bytes", "start_bytes", "end_bytes", "allocation_count", "free_count"]
     assert short.select(columns).sort("device").rows() == long.select(columns).sort("device").rows()
 

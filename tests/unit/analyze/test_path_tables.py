@@ -12,7 +12,7 @@ import pytest
 from support.jobs import Clock, ParallelRecipe, Recipe, SlowRank, parallel_job, training_job
 from support.odd_traces import odd_trace
 from traceloom.analyze import CriticalPath, critical_path
-from traceloom.analyze.critical_path_pieces import CLASSES, usual_step
+from traceloom.analyze.critical_path_pieces import CLASSES, find_median_step
 from traceloom.errors import UsageError
 from traceloom.graph import link_session
 from traceloom.testing import TraceBuilder
@@ -58,7 +58,7 @@ def test_the_pieces_tile_the_step_of_the_traces(name: str) -> None:
     if found.step is None:
         (trace,) = session(name).traces
         assert found.window_ns <= trace.end_ns - trace.start_ns
-    assert found.step == usual_step(session(name).traces)
+    assert found.step == find_median_step(session(name).traces)
 
 
 def test_classes_and_ranks_are_the_path_added_up(name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from support.odd_traces import above, gpu_rows_of, rows_of
 from traceloom.analyze import kernel_shapes, step_times, work_per_step
-from traceloom.analyze.steps import per_step, whole_steps
+from traceloom.analyze.steps import select_whole_steps, summarize_per_step
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -99,10 +99,10 @@ def test_what_a_step_does_not_do_counts_as_nothing_there() -> None:
     steps = pl.DataFrame({"step": [1, 2, 3, 4], "many": [4] * 4}, schema_overrides={"step": pl.Int32})
     rows = [("a", 1, 5), ("a", 1, 3), ("a", 2, 4), ("b", 1, 1), ("b", 2, 1), ("b", 3, 1), ("b", 4, 1), ("c", 9, 7)]
     frame = pl.DataFrame(rows, schema={"name": pl.String, "step": pl.Int32, "ns": pl.Int64}, orient="row")
-    found = per_step(frame, ["name"], ["ns"], steps)
+    found = summarize_per_step(frame, ["name"], ["ns"], steps)
     assert found.rows() == [("a", 3.0, 0, 8, 2), ("b", 1.0, 1, 1, 4)], "step 9 is no whole step"
-    assert per_step(frame, ["name"], ["ns"], steps.clear()).rows() == []
-    assert per_step(frame.clear(), ["name"], ["ns"], steps).schema == found.schema
+    assert summarize_per_step(frame, ["name"], ["ns"], steps.clear()).rows() == []
+    assert summarize_per_step(frame.clear(), ["name"], ["ns"], steps).schema == found.schema
 
 
 def test_means_times_steps_are_the_sums_of_the_whole_steps_alone() -> None:
@@ -112,7 +112,7 @@ def test_means_times_steps_are_the_sums_of_the_whole_steps_alone() -> None:
         builder.launch("cudaLaunchKernel", 100 * number + 10, 2, correlation=number)
         builder.kernel("k", 100 * number + 90, 20 + number, correlation=number)
     trace = builder.op("aten::mm", 310, 5).build()  # the last mark closes the last step: this is outside
-    assert whole_steps(trace)["step"].to_list() == [0, 1, 2]
+    assert select_whole_steps(trace)["step"].to_list() == [0, 1, 2]
     row = work_per_step(trace).kernels.row(0, named=True)
     assert (row["mean_total_ns"], row["min_total_ns"], row["max_total_ns"]) == (21_000.0, 20_000, 22_000)
     assert work_per_step(trace).operators.height == 0

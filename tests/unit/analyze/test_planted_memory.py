@@ -11,8 +11,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.analyze.memory_answers import ExplainedMemory, allocations, answers, explain, module_activations
-from traceloom.analyze.memory_owners import CATEGORIES, slices, tree_of
+from traceloom.analyze.memory_answers import (
+    ExplainedMemory,
+    build_allocations,
+    explain,
+    explain_allocations,
+    summarize_activations,
+)
+from traceloom.analyze.memory_owners import CATEGORIES, build_tree, iterate_block_tables
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -156,7 +162,7 @@ def test_at_every_instant_the_holders_are_the_planted_ones(seed: int) -> None:
     assert trace.allocations["allocated_bytes"].to_list() == levels
     peak = int(np.argmax(levels))
     for event in {0, peak, rows // 2, rows - 1}:
-        found = answers(known, {0: event})
+        found = build_allocations(known, {0: event})
         by_category: dict[str, int] = defaultdict(int)
         for block in made.alive(event):
             by_category[block.category] += block.size
@@ -168,14 +174,14 @@ def test_at_every_instant_the_holders_are_the_planted_ones(seed: int) -> None:
         assert tree.get("Net", {"bytes": 0})["bytes"] == in_net
         largest = sorted((block.size for block in made.alive(event)), reverse=True)[:100]
         assert found.largest["bytes"].to_list() == largest
-    pools = allocations(trace).pools.row(0, named=True)
+    pools = explain_allocations(trace).pools.row(0, named=True)
     assert (pools["peak_bytes"], pools["peak_row"], pools["end_bytes"]) == (max(levels), peak, levels[-1])
 
 
 def test_the_table_has_every_block_with_its_life(seed: int) -> None:
     made, trace, known = training(seed)
     times = trace.allocations["time_ns"].to_list()
-    rows = pl.concat(slices(trace, known.named, known.kinds, known.whose, whole=True))
+    rows = pl.concat(iterate_block_tables(trace, known.named, known.kinds, known.whose, full_table=True))
     assert rows["bytes"].to_list() == [block.size for block in made.blocks]
     assert rows["time_ns"].to_list() == [times[block.made] for block in made.blocks]
     lives = [None if block.freed is None else times[block.freed] - times[block.made] for block in made.blocks]
@@ -191,7 +197,7 @@ def test_activations_of_modules_are_those_that_live_with_all_but_the_output_save
     events = range(0, trace.allocations.height, 7)
     for event in events:
         kept = [block for block in made.alive(event) if block.category == "activation"]
-        found = {row["module"]: row for row in module_activations(known, 0, event).to_dicts()}
+        found = {row["module"]: row for row in summarize_activations(known, 0, event).to_dicts()}
         sizes = [block.size for block in sorted(kept, key=lambda block: block.made)]
         if len(sizes) < 2:  # a call that holds one block alone has nothing to save: that is its output
             assert found == {}
@@ -210,7 +216,7 @@ def test_a_tree_of_leaves_adds_up_and_puts_the_largest_first() -> None:
     leaves = [
         (tuple(chance.choice("abc") for _ in range(chance.randrange(4))), chance.randrange(100), 1) for _ in range(60)
     ]
-    tree = tree_of(leaves)
+    tree = build_tree(leaves)
     rows = tree.to_dicts()
     assert rows[0]["bytes"] == sum(size for _, size, _ in leaves) == tree["self_bytes"].sum()
     assert rows[0]["block_count"] == len(leaves)
@@ -221,4 +227,4 @@ def test_a_tree_of_leaves_adds_up_and_puts_the_largest_first() -> None:
         assert children == sorted(children, reverse=True)
         assert row["self_bytes"] == row["bytes"] - sum(children)
         assert row["fraction"] == pytest.approx(row["bytes"] / rows[0]["bytes"])
-    assert tree_of([])["bytes"].to_list() == [0]
+    assert build_tree([])["bytes"].to_list() == [0]

@@ -11,7 +11,7 @@ import pytest
 
 from support.sessions import sound
 from traceloom.analyze import quality
-from traceloom.analyze.quality_checks import grade
+from traceloom.analyze.quality_checks import choose_severity
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -259,7 +259,11 @@ def test_a_twentieth_without_launch_is_no_warning_yet(orphans: int, launches: in
 
 
 def test_nothing_of_nothing_is_no_warning() -> None:
-    assert [grade(0, 0, 0.1), grade(1, 10, 0.1), grade(2, 10, 0.1)] == ["info", "info", "warning"]
+    assert [choose_severity(0, 0, 0.1), choose_severity(1, 10, 0.1), choose_severity(2, 10, 0.1)] == [
+        "info",
+        "info",
+        "warning",
+    ]
 
 
 @pytest.mark.parametrize("shift", [0, 1_000, 10**9])

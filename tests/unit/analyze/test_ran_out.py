@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from traceloom.analyze.memory_snapshot import Advice, advice, census_of, kinds, tree, where_in_program
+from traceloom.analyze.memory_snapshot import (
+    Advice,
+    build_live_tree,
+    compute_bytes_by_kind,
+    find_user_frame,
+    list_advice,
+    parse_report_census,
+)
 
 MB = 1 << 20
 PARTS = {"parameter": 40, "gradient": 30, "optimizer_state": 80, "activation": 200, "other": 50}
@@ -33,9 +40,9 @@ def live(**sizes: int) -> dict[str, Any]:
 
 
 def asked(document: dict[str, Any], request: int | None = None, **more: Any) -> dict[str, Advice]:
-    census = census_of(document)
+    census = parse_report_census(document)
     given: dict[str, Any] = {"stack": [], "devices": [], "ranks": None, "growing": [], **more}
-    found = advice(kinds(census), census, asked=request, **given)
+    found = list_advice(compute_bytes_by_kind(census), census, requested_bytes=request, **given)
     savings = [item.bytes for item in found if item.bytes is not None]
     assert savings == sorted(savings, reverse=True)
     assert len({item.action for item in found}) == len(found)
@@ -43,7 +50,7 @@ def asked(document: dict[str, Any], request: int | None = None, **more: Any) -> 
 
 
 def test_bytes_by_kind_are_all_storages_the_largest_first() -> None:
-    found = kinds(census_of(live(**PARTS, mystery=7)))
+    found = compute_bytes_by_kind(parse_report_census(live(**PARTS, mystery=7)))
     assert found == {
         "kept for backward": 200 * MB, "optimizer state": 80 * MB, "other tensors": 57 * MB, "parameters": 40 * MB,
         "gradients": 30 * MB,
@@ -52,7 +59,7 @@ def test_bytes_by_kind_are_all_storages_the_largest_first() -> None:
 
 
 def test_the_tree_has_owners_at_their_modules_and_adds_up() -> None:
-    rows = tree(census_of(live(**PARTS)))
+    rows = build_live_tree(parse_report_census(live(**PARTS)))
     sizes = dict(rows.select("path", "bytes").rows())
     assert sizes[""] == 400 * MB == rows["self_bytes"].sum()
     assert sizes["gradients.Net.fc.weight"] == 30 * MB
@@ -119,8 +126,10 @@ def test_a_request_above_all_that_lives_is_looked_at_first(request_mb: int | Non
 
 def test_what_grows_is_named_with_its_speed_and_two_places_at_most() -> None:
     growing = [(f"loop.add.{number}", 1.5 * MB, 60 * MB - number) for number in range(3)]
-    census = census_of(live(**PARTS))
-    found = advice(kinds(census), census, asked=None, stack=[], devices=[], ranks=None, growing=growing)
+    census = parse_report_census(live(**PARTS))
+    found = list_advice(
+        compute_bytes_by_kind(census), census, requested_bytes=None, stack=[], devices=[], ranks=None, growing=growing
+    )
     grows = [item for item in found if item.action == "stop-growth"]
     assert [item.bytes for item in grows] == [60 * MB, 60 * MB - 1]
     assert "loop.add.0" in grows[0].text
@@ -137,4 +146,4 @@ def test_what_grows_is_named_with_its_speed_and_two_places_at_most() -> None:
     ],
 )  # fmt: skip
 def test_the_place_is_the_innermost_line_of_the_users_own(stack: list[str], where: str | None) -> None:
-    assert where_in_program(stack) == where
+    assert find_user_frame(stack) == where

@@ -14,14 +14,20 @@ from msgspec import Struct
 
 from traceloom.testing import TraceBuilder
 from traceloom.trace import batch
-from traceloom.trace.batch import made_from, of_each, per_trace, size_of, together
+from traceloom.trace.batch import (
+    cache_last_result,
+    cache_per_trace,
+    enable_batching,
+    estimate_array_bytes,
+    run_in_batches,
+)
 from traceloom.trace.trace import Trace
 
 
 def test_the_result_is_computed_once_per_trace_and_not_mixed_up() -> None:
     asked: list[Trace] = []
 
-    @per_trace
+    @cache_per_trace
     def height(trace: Trace) -> int:
         asked.append(trace)
         return trace.events.height
@@ -34,10 +40,10 @@ def test_the_result_is_computed_once_per_trace_and_not_mixed_up() -> None:
 def test_results_of_all_traces_are_kept_while_they_are_small_else_the_last_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch, "MOST_BYTES", 100)
+    monkeypatch.setattr(batch, "MAX_CACHED_BYTES", 100)
     asked: list[Trace] = []
 
-    @per_trace
+    @cache_per_trace
     def starts(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         asked.append(trace)
         return trace.events["start_ns"].to_numpy()
@@ -74,7 +80,7 @@ class Pair(Struct, frozen=True):
 def test_what_is_made_from_something_is_made_again_from_something_else() -> None:
     made: list[tuple[int, str]] = []
 
-    @made_from
+    @cache_last_result
     def name(trace: Trace, source: list[str]) -> str:
         made.append((trace.events.height, source[0]))
         return source[0]
@@ -94,7 +100,7 @@ def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_a
     monkeypatch.setattr(batch, "MAX_BATCH_EVENTS", 4)
     asked: list[list[int]] = []
 
-    @of_each
+    @run_in_batches
     def height(traces: Sequence[Trace]) -> list[int]:
         heights = [trace.events.height for trace in traces]
         asked.append(heights)
@@ -107,12 +113,12 @@ def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_a
         return builder.build()
 
     traces = [made(events) for events in (1, 2, 0, 3, 1, 9, 2, 2)]
-    with together(traces):
+    with enable_batching(traces):
         assert [height(trace) for trace in traces] == [1, 2, 0, 3, 1, 9, 2, 2]
         assert asked == [[1, 2, 0], [3, 1], [9], [2, 2]]
         assert [height(traces[7]), height(traces[6])] == [2, 2]
         assert height(made(5)) == 5  # of no group
-        with together(traces[:2]):
+        with enable_batching(traces[:2]):
             assert height(traces[1]) == 2
         assert asked[4:] == [[5], [1, 2]]
     assert [height(traces[3]), height(traces[3])] == [3, 3]
@@ -120,16 +126,16 @@ def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_a
 
 
 def test_what_is_kept_of_each_trace_is_kept_of_those_that_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "MOST_BYTES", 10)
+    monkeypatch.setattr(batch, "MAX_CACHED_BYTES", 10)
     asked: list[Trace] = []
 
-    @per_trace
+    @cache_per_trace
     def starts(trace: Trace) -> pl.Series:
         asked.append(trace)
         return trace.events["start_ns"]
 
     first, second, third = (TraceBuilder().op("a", 0, 1).op("a", 2, 1).build() for _ in range(3))
-    with together([first, second]):
+    with enable_batching([first, second]):
         for trace in (first, second, first, second):
             starts(trace)
         assert asked == [first, second]  # each is larger than what may be kept of others
@@ -141,9 +147,9 @@ def test_what_is_kept_of_each_trace_is_kept_of_those_that_are_together(monkeypat
 def test_the_size_of_a_result_is_that_of_its_arrays_and_frames() -> None:
     numbers = pl.Series([1, 2, 3], dtype=pl.Int32)
     frame = pl.DataFrame({"a": [1.0, 2.0]})
-    assert size_of(Two(numbers, {"one": [frame, frame], "none": []})) == 12 + 2 * 16
-    assert size_of(Pair(numbers, frame)) == 12 + 16
-    assert size_of((np.zeros(5, dtype=np.int8), "a text", 7, None)) == 5
+    assert estimate_array_bytes(Two(numbers, {"one": [frame, frame], "none": []})) == 12 + 2 * 16
+    assert estimate_array_bytes(Pair(numbers, frame)) == 12 + 16
+    assert estimate_array_bytes((np.zeros(5, dtype=np.int8), "a text", 7, None)) == 5
 
 
 def test_a_trace_is_not_kept_alive_and_its_result_goes_with_it() -> None:
@@ -152,7 +158,7 @@ def test_a_trace_is_not_kept_alive_and_its_result_goes_with_it() -> None:
 
     made: list[weakref.ref[Big]] = []
 
-    @per_trace
+    @cache_per_trace
     def big(trace: Trace) -> Big:
         value = Big()
         made.append(weakref.ref(value))

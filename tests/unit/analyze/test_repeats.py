@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze.repeats import apart, chosen, is_periodic, maximal_repeats
+from traceloom.analyze.repeats import drop_overlapping, find_maximal_repeats, is_periodic, select_repeats
 
 
 def by_hand(codes: list[int], shortest: int, longest: int) -> set[tuple[int, ...]]:
@@ -31,7 +31,7 @@ rows = st.lists(st.integers(-1, 3), max_size=40)
 
 @given(rows, st.integers(1, 3), st.integers(3, 12))
 def test_maximal_repeats_are_those_found_by_hand(codes: list[int], shortest: int, longest: int) -> None:
-    found = maximal_repeats(np.array(codes, dtype=np.int64), shortest, longest)
+    found = find_maximal_repeats(np.array(codes, dtype=np.int64), shortest, longest)
     texts = []
     for repeat in range(found.low.size):
         places, length = found.occurrences(repeat).tolist(), int(found.length[repeat])
@@ -50,7 +50,7 @@ def test_occurrences_are_kept_from_the_first_on(starts: set[int], length: int) -
     for at in sorted(starts):
         if not kept or at >= kept[-1] + length:
             kept.append(at)
-    assert apart(np.array(sorted(starts), dtype=np.int64), length).tolist() == kept
+    assert drop_overlapping(np.array(sorted(starts), dtype=np.int64), length).tolist() == kept
 
 
 @given(st.lists(st.integers(0, 1), max_size=12))
@@ -63,7 +63,7 @@ def test_a_sequence_is_periodic_when_it_repeats_a_shorter_one(codes: list[int]) 
 def _chosen(text: str, least: int = 3) -> list[tuple[str, int]]:
     codes = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
     codes[codes == ord("|")] = -1
-    taken = chosen(codes, maximal_repeats(codes, 2, 64), np.ones(codes.size, dtype=np.int64), least, 25)
+    taken = select_repeats(codes, find_maximal_repeats(codes, 2, 64), np.ones(codes.size, dtype=np.int64), least, 25)
     return [(text[start[0] : start[0] + length], start.size) for start, length in taken]
 
 

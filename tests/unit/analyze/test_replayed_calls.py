@@ -10,7 +10,7 @@ import pytest
 
 import traceloom
 from support.jobs import ParallelRecipe, parallel_job
-from traceloom.analyze.roofline import modelled, roofline
+from traceloom.analyze.roofline import roofline, select_modelled_work
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -66,7 +66,7 @@ def test_every_replay_counts_the_calls_of_the_capture() -> None:
 
 def test_the_work_of_a_replay_belongs_to_its_launch() -> None:
     trace = replays().build()
-    work = modelled(trace, PEAK, eager().build())
+    work = select_modelled_work(trace, PEAK, eager().build())
     assert work.height == 6
     assert set(trace.events["name"].gather(work["op"])) == {"cudaGraphLaunch"}
     assert work["flops"].sum() == 2 * FLOPS

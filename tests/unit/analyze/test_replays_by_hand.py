@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from traceloom.analyze.placed_calls import Peak, place_on_roofline
-from traceloom.analyze.roofline import modelled, roofline
+from traceloom.analyze.roofline import roofline, select_modelled_work
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -63,14 +63,14 @@ def test_a_call_with_two_kernels_counts_once_per_replay() -> None:
     trace, capture = replays(1, 3).build(), captured([(64, ("a", "b"))]).build()
     found = roofline(trace, PEAK, capture)
     assert found.operators.select("count", "flops", "total_ns").rows() == [(3, 3 * product(64)[0], 60_000)]
-    work = modelled(trace, PEAK, capture)
+    work = select_modelled_work(trace, PEAK, capture)
     assert work["flops"].to_list() == [product(64)[0] // 2] * 6
     assert work["bytes"].to_list() == [product(64)[1] // 2] * 6
 
 
 def test_kernels_of_one_name_are_told_apart_by_their_order() -> None:
     capture = captured([(64, ("a",)), (96, ("a",)), (32, ("b",))]).build()
-    work = modelled(replays(1, 2, ("a", "a", "b")).build(), PEAK, capture)
+    work = select_modelled_work(replays(1, 2, ("a", "a", "b")).build(), PEAK, capture)
     assert work["flops"].to_list() == [product(size)[0] for size in (64, 96, 32)] * 2
 
 
@@ -79,7 +79,7 @@ def test_what_runs_beside_replays_keeps_its_own_operator() -> None:
     builder.op("aten::mm", 500, 30, shapes=[[128, 128]] * 2, types=[BF, BF])
     builder.launch("cudaLaunchKernel", 505, 3, correlation=99).kernel("a", 540, 10, correlation=99)
     trace = builder.build()
-    work = modelled(trace, PEAK, captured([(64, ("a",)), (96, ("b",))]).build())
+    work = select_modelled_work(trace, PEAK, captured([(64, ("a",)), (96, ("b",))]).build())
     assert work["flops"].to_list() == [product(size)[0] for size in (64, 96, 64, 96, 128)]
     owners = trace.events["name"].gather(work["op"]).to_list()
     assert owners == ["cudaGraphLaunch"] * 4 + ["aten::mm"]

@@ -10,9 +10,9 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import flops, kernel_kinds, roofline
-from traceloom.analyze.modelled_calls import modelled_calls
-from traceloom.analyze.placed_calls import Peak, find, known_devices, peak_of, peaks
-from traceloom.analyze.roofline import MODELLED, OPERATORS, modelled
+from traceloom.analyze.modelled_calls import find_modelled_calls
+from traceloom.analyze.placed_calls import Peak, find, find_peaks, list_known_devices, parse_peak
+from traceloom.analyze.roofline import MODELLED, OPERATORS, select_modelled_work
 from traceloom.analyze.utilisation import STEPS
 from traceloom.errors import UsageError
 from traceloom.testing import TraceBuilder
@@ -60,7 +60,7 @@ def test_the_outermost_modelled_operator_owns_the_work_once() -> None:
     writer.op("aten::linear", 0, 20, [[6, 100], [50, 100], [50]], [BF, BF, BF])
     writer.op("aten::addmm", 5, 10, [[50], [6, 100], [100, 50], [], []], [BF, BF, BF, "Scalar", "Scalar"])
     trace = writer.launch(7, GEMM, 30, 50).build()
-    work = modelled(trace, PEAK)
+    work = select_modelled_work(trace, PEAK)
     assert trace.events["name"][work["op"][0]] == "aten::linear"
     assert work["flops"].to_list() == [2 * 6 * 100 * 50]
     assert roofline(trace, PEAK).operators["name"].to_list() == ["aten::linear"]
@@ -79,7 +79,7 @@ def test_several_kernels_of_one_call_share_it_by_time_and_add_up() -> None:
     writer.op("aten::mm", 0, 20, [[7, 11], [11, 13]], [BF, BF])
     for at, duration in ((2, 1), (4, 1), (6, 5), (8, 0)):
         writer.launch(at, GEMM, 30 + 10 * at, duration)
-    work = modelled(writer.build(), PEAK)
+    work = select_modelled_work(writer.build(), PEAK)
     assert work["flops"].sum() == 2 * 7 * 11 * 13
     assert work["bytes"].sum() == 2 * (77 + 143 + 91)
     assert work["flops"].to_list() == [286, 286, 1430, 0]
@@ -89,7 +89,7 @@ def test_kernels_without_a_recorded_length_share_by_number() -> None:
     writer = Writer()
     writer.op("aten::mm", 0, 20, [[7, 11], [11, 13]], [BF, BF])
     writer.launch(2, GEMM, 30, 0).launch(4, GEMM, 40, 0)
-    assert modelled(writer.build(), PEAK)["flops"].to_list() == [1001, 1001]
+    assert select_modelled_work(writer.build(), PEAK)["flops"].to_list() == [1001, 1001]
 
 
 def test_roofline_time_is_the_longer_of_computing_and_moving() -> None:
@@ -128,7 +128,7 @@ def test_copies_over_the_link_are_not_compared_with_the_memory_of_the_device() -
     builder.launch("cudaMemcpyAsync", 5, 2, correlation=1)
     builder.copy("Memcpy HtoD (Pageable -> Device)", 30, 5, bytes=400, correlation=1)
     trace = builder.build()
-    assert modelled(trace, PEAK).height == 0
+    assert select_modelled_work(trace, PEAK).height == 0
     assert roofline(trace, PEAK).unmodelled["reason"].to_list() == [
         "a copy between host and device: the link bounds it"
     ]
@@ -287,7 +287,7 @@ def test_an_unknown_device_gives_flops_and_no_percentage() -> None:
         None,
         "the peaks of the device are not known",
     )
-    assert modelled(trace)["roofline_ns"].to_list() == [None]
+    assert select_modelled_work(trace)["roofline_ns"].to_list() == [None]
     assert roofline(trace, "H100 SXM").steps["hfu"][0] == pytest.approx(2e6 / 989.4e12 / 100e-6)
 
 
@@ -323,7 +323,7 @@ def test_ranks_of_a_session_stand_one_after_the_other() -> None:
 )
 def test_frames_keep_their_columns_without_anything_to_tell(trace: Trace) -> None:
     found = roofline(trace)
-    assert modelled(trace).schema == MODELLED
+    assert select_modelled_work(trace).schema == MODELLED
     assert found.operators.drop("rank").schema == OPERATORS
     assert found.steps.drop("rank").schema == STEPS
     assert found.whole.height == 1
@@ -353,11 +353,11 @@ def test_peaks_without_memory_tell_mfu_and_no_roofline() -> None:
 
 def test_what_is_remembered_goes_with_the_trace_and_not_with_another() -> None:
     first, second = Writer().mm(0, 30, 10).build(), Writer().mm(0, 30, 10, size=50).build()
-    modelled(first)
-    kept = modelled_calls(second)
+    select_modelled_work(first)
+    kept = find_modelled_calls(second)
     del first
     gc.collect()
-    assert modelled_calls(second) is kept
+    assert find_modelled_calls(second) is kept
 
 
 def test_kinds_of_work_do_not_depend_on_models() -> None:
@@ -405,7 +405,7 @@ def test_a_part_of_a_device_is_not_the_device() -> None:
 
 
 def test_every_device_has_a_memory_rate_and_rates_that_grow_with_smaller_types() -> None:
-    for name in known_devices():
+    for name in list_known_devices():
         peak = find(name)
         assert isinstance(peak, Peak)
         assert peak.memory is not None
@@ -420,7 +420,7 @@ def test_a_device_that_the_file_does_not_describe_takes_the_only_name_there_is()
     ).launch(2, GEMM, 30, 5, device=2).build()  # fmt: skip
     described = copy.copy(trace.devices)
     assert described.filter("used")["name"].to_list() == [None]
-    found = peaks(trace)[2]
+    found = find_peaks(trace)[2]
     assert "multiprocessors" in str(found)  # the made file says 132
 
 
@@ -429,12 +429,12 @@ def test_a_device_that_the_file_does_not_describe_takes_the_only_name_there_is()
 )
 def test_peaks_that_make_no_sense_are_refused(given: str) -> None:
     with pytest.raises(UsageError) as refused:
-        peak_of(given)
+        parse_peak(given)
     assert refused.value.slug in ("bad-peak", "no-such-device")
 
 
 def test_peaks_can_be_given_as_numbers_or_by_name() -> None:
-    assert peak_of({"bf16": 2.0, "memory": 3}).rate("bf16", matrix=True) == 2.0
-    assert peak_of("bf16=989e12, memory=3.35e12").memory == 3.35e12
-    assert peak_of("h100 sxm").name == "H100 SXM"
-    assert peak_of(peak_of("H20")).name == "H20"
+    assert parse_peak({"bf16": 2.0, "memory": 3}).rate("bf16", matrix=True) == 2.0
+    assert parse_peak("bf16=989e12, memory=3.35e12").memory == 3.35e12
+    assert parse_peak("h100 sxm").name == "H100 SXM"
+    assert parse_peak(parse_peak("H20")).name == "H20"

@@ -13,9 +13,9 @@ import pytest
 
 from support.odd_traces import above, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import KindRule, Rule, kernel_kinds, load_rules, read_kind_rules, read_rules
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kernel_rules import KINDS, classify, gpu_work
-from traceloom.analyze.placed_calls import Peak, find, known_devices, peak_of, peaks
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.kernel_rules import WORK_KINDS, assign_categories, select_gpu_work
+from traceloom.analyze.placed_calls import Peak, find, find_peaks, list_known_devices, parse_peak
 from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.testing import TraceBuilder
 
@@ -30,11 +30,11 @@ def test_the_first_rule_that_holds_decides(seed: int) -> None:
     for number in range(8):
         pattern, op, under = (chance.choice([*choices, "", ""]) for choices in (PATTERNS, OPS, OPS))
         rules.append(
-            KindRule(f"rule {number}", chance.choice(KINDS), pattern or ("" if op or under else "e"), op, under)
+            KindRule(f"rule {number}", chance.choice(WORK_KINDS), pattern or ("" if op or under else "e"), op, under)
         )
     rules.append(KindRule("all", "other", "."))
     events = rows_of(trace)
-    found = kinds(trace, rules).select("event", pl.col("kind").cast(pl.String), "rule").rows()
+    found = classify_kinds(trace, rules).select("event", pl.col("kind").cast(pl.String), "rule").rows()
     wanted = []
     for work in gpu_rows_of(trace):
         own = None if work["op"] is None else events[work["op"]]
@@ -64,7 +64,7 @@ def test_categories_follow_the_first_rule_and_rules_are_about_kernels_alone(seed
     rules = [
         Rule(f"r{n}", chance.choice(["compute", "communication", "memory"]), chance.choice(PATTERNS)) for n in range(5)
     ]
-    work = gpu_work(trace, [*rules, Rule("all", "compute", ".")])
+    work = select_gpu_work(trace, [*rules, Rule("all", "compute", ".")])
     for row in work.to_dicts():
         holds = [
             rule
@@ -78,10 +78,10 @@ def test_categories_follow_the_first_rule_and_rules_are_about_kernels_alone(seed
 def test_a_name_is_classified_the_same_alone_and_among_others() -> None:
     names = ["gemm", "ncclDevKernel_AllReduce", "", "日本", "Memcpy", "x" * 3000, "a\nnccl"]
     frame = pl.DataFrame({"name": names, "kind": ["kernel"] * len(names)})
-    together = classify(frame).select("category", "rule").rows()
-    alone = [classify(frame[at : at + 1]).select("category", "rule").row(0) for at in range(len(names))]
+    together = assign_categories(frame).select("category", "rule").rows()
+    alone = [assign_categories(frame[at : at + 1]).select("category", "rule").row(0) for at in range(len(names))]
     assert together == alone
-    assert classify(frame[:0]).height == 0
+    assert assign_categories(frame[:0]).height == 0
 
 
 # -- tables of the user's -----------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_tables_are_read_in_their_order_and_a_missing_one_is_told(tmp_path: Path
 # -- peaks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", known_devices())
+@pytest.mark.parametrize("name", list_known_devices())
 def test_every_known_device_is_found_in_any_capitals_and_blanks(name: str) -> None:
     for spelled in (name, name.upper(), f"  {name.lower()} ", name.replace(" ", "   ")):
         peak = find(spelled)
@@ -161,14 +161,17 @@ def test_every_known_device_is_found_in_any_capitals_and_blanks(name: str) -> No
 )  # fmt: skip
 def test_peaks_that_are_none_are_refused_in_words(given: Any) -> None:
     with pytest.raises(UsageError) as error:
-        peak_of(given)
+        parse_peak(given)
     assert error.value.slug == "bad-peak"
 
 
 def test_numbers_as_text_and_as_a_mapping_are_the_same_peaks() -> None:
-    text, mapping = peak_of("bf16=1e15, memory = 2e12,fp32=5e13"), peak_of({"bf16": 1e15, "memory": 2e12, "fp32": 5e13})
+    text, mapping = (
+        parse_peak("bf16=1e15, memory = 2e12,fp32=5e13"),
+        parse_peak({"bf16": 1e15, "memory": 2e12, "fp32": 5e13}),
+    )
     assert (text.flops, text.memory) == (mapping.flops, mapping.memory)
-    assert peak_of(text) is text
+    assert parse_peak(text) is text
     assert text.rate("bf16", matrix=True) == 1e15
     assert text.rate("bf16", matrix=False) == text.rate("int32", matrix=False) == 5e13
     assert text.rate("fp8", matrix=True) is None
@@ -177,7 +180,7 @@ def test_numbers_as_text_and_as_a_mapping_are_the_same_peaks() -> None:
 
 def test_a_peak_that_the_user_gives_is_that_of_every_device() -> None:
     trace = TraceBuilder(devices=2, device_name="Unknown 9000").kernel("k", 0, 5).kernel("k", 0, 5, device=1).build()
-    assert set(peaks(trace)) == {0, 1}
-    assert all(isinstance(reason, str) and "Unknown 9000" in reason for reason in peaks(trace).values())
-    chosen = peak_of("bf16=1e15")
-    assert peaks(trace, chosen) == {0: chosen, 1: chosen}
+    assert set(find_peaks(trace)) == {0, 1}
+    assert all(isinstance(reason, str) and "Unknown 9000" in reason for reason in find_peaks(trace).values())
+    chosen = parse_peak("bf16=1e15")
+    assert find_peaks(trace, chosen) == {0: chosen, 1: chosen}

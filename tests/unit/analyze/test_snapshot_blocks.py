@@ -12,21 +12,21 @@ import polars as pl
 import pytest
 
 from support.snapshots import SnapshotBuilder
-from traceloom.analyze.memory import fragmentation
-from traceloom.analyze.memory_answers import ExplainedMemory, answers
+from traceloom.analyze.memory import compute_fragmentation
+from traceloom.analyze.memory_answers import ExplainedMemory, build_allocations
 from traceloom.analyze.memory_blocks import (
-    ALIVE,
-    EXISTED,
-    INSTANTS,
-    instants,
-    largest_keys,
-    levels_over_time,
-    lifetimes,
+    EXISTED_BEFORE,
+    MAX_INSTANTS,
+    STILL_ALIVE,
+    choose_instants,
+    compute_levels,
+    count_by_lifetime,
+    select_largest_keys,
 )
 from traceloom.analyze.memory_owners import CATEGORIES
 from traceloom.analyze.memory_snapshot import explain_snapshot
-from traceloom.formats.memory_snapshot import snapshot_of
-from traceloom.trace.session import Snapshot
+from traceloom.formats.memory_snapshot import parse_snapshot
+from traceloom.trace.session import MemorySnapshot
 
 MAIN = ("/u/train.py", 99, "<module>")
 LINES = (
@@ -64,7 +64,7 @@ class Played:
                 self.calls[f"<module>.{line[2]}.linear"] += 1
             self.levels.append(sum(live.values()))
         self.live = live
-        self.snapshot = snapshot_of(builder.build(), "made.pickle")
+        self.snapshot = parse_snapshot(builder.build(), "made.pickle")
 
 
 @cache
@@ -89,7 +89,7 @@ def test_bytes_after_every_event_are_those_of_the_allocator(seed: int, way: dict
     assert rows["time_ns"].is_sorted()
     assert rows["time_ns"].n_unique() == rows.height, "instants tell every event apart"
     assert explained.trace.rank == 3
-    row = answers(explained).pools.row(0, named=True)
+    row = build_allocations(explained).pools.row(0, named=True)
     assert (row["peak_bytes"], row["end_bytes"]) == (max([truth.before, *truth.levels]), truth.levels[-1])
     assert (row["unseen_bytes"], row["start_bytes"]) == (0, truth.before)
 
@@ -130,7 +130,7 @@ def test_what_stands_in_the_stack_says_what_a_block_is_for() -> None:
     builder.alloc(700, ("C:\\py\\torch\\optim\\sgd.py", 2, "step"), MAIN)
     builder.alloc(800, ("/u/model.py", 8, "forward"), MAIN)
     builder.free(early)
-    explained = explain_snapshot(snapshot_of(builder.build(), "made.pickle"))
+    explained = explain_snapshot(parse_snapshot(builder.build(), "made.pickle"))
     category = {int(size): CATEGORIES[at] for size, at in zip(explained.named.blocks.bytes, explained.kinds.category, strict=True)}  # fmt: skip
     assert category == {
         100: "before_recording", 200: "optimizer_state", 300: "temporary", 400: "input", 500: "gradient",
@@ -148,7 +148,7 @@ def test_what_was_there_before_the_history_is_named_by_the_users_line() -> None:
     builder.alloc(300)
     builder.forget()
     builder.alloc(1, ("/u/train.py", 10, "step"))
-    peak = answers(explain_snapshot(snapshot_of(builder.build(), "made.pickle"))).peak
+    peak = build_allocations(explain_snapshot(parse_snapshot(builder.build(), "made.pickle"))).peak
     leaves = dict(peak.filter(pl.col("self_bytes") > 0).select("name", "bytes").rows())
     assert leaves == {
         "/u/model.py(7): __init__": 100, "/x/torch/cuda/graphs.py(3): capture": 200, "no stack recorded": 300, "none": 1
@@ -160,7 +160,7 @@ def test_entries_of_one_microsecond_keep_their_order() -> None:
         return {"action": action, "addr": address, "size": size, "stream": 0, "frames": [], "time_us": 5}
 
     entries = [entry("alloc", 1, 10), entry("free_requested", 1, 10), entry("alloc", 1, 20), entry("alloc", 2, 30)]
-    explained = explain_snapshot(snapshot_of({"segments": [], "device_traces": [entries]}, "made.pickle"))
+    explained = explain_snapshot(parse_snapshot({"segments": [], "device_traces": [entries]}, "made.pickle"))
     blocks = explained.named.blocks
     assert blocks.levels(0, 4).tolist() == [0, 10, 0, 20, 50]
     assert explained.trace.allocations["time_ns"].to_list() == [5000, 5001, 5002, 5003]
@@ -172,29 +172,29 @@ def test_versions_that_tell_only_when_a_free_was_completed_are_paired_too() -> N
         {"action": "alloc", "addr": 1, "size": 10, "stream": 0, "frames": [], "time_us": 1},
         {"action": "free_completed", "addr": 1, "size": 10, "stream": 0, "frames": [], "time_us": 2},
     ]
-    blocks = explain_snapshot(snapshot_of({"segments": [], "device_traces": [entries]}, "made.pickle")).named.blocks
+    blocks = explain_snapshot(parse_snapshot({"segments": [], "device_traces": [entries]}, "made.pickle")).named.blocks
     assert blocks.levels(0, 2).tolist() == [0, 10, 0]
 
 
 def test_a_snapshot_of_an_empty_allocator_has_no_blocks() -> None:
-    explained = explain_snapshot(snapshot_of({"segments": [], "device_traces": [[], []]}, "made.pickle"))
+    explained = explain_snapshot(parse_snapshot({"segments": [], "device_traces": [[], []]}, "made.pickle"))
     assert explained.named.blocks.made.size == 0
-    found = answers(explained)
+    found = build_allocations(explained)
     assert all(frame.height == 0 for frame in (found.pools, found.peak, found.categories, found.largest, found.growth))
-    assert lifetimes(explained.named.blocks).height == 0
+    assert count_by_lifetime(explained.named.blocks).height == 0
 
 
 def test_without_a_history_the_blocks_stand_in_the_order_of_their_addresses() -> None:
     truth = played(5)
     builder_document = {"segments": _segments(truth.snapshot), "device_traces": [[]]}
-    explained = explain_snapshot(snapshot_of(builder_document, "made.pickle"))
+    explained = explain_snapshot(parse_snapshot(builder_document, "made.pickle"))
     blocks = explained.named.blocks
     assert sorted(blocks.bytes.tolist()) == sorted(truth.live.values())
     assert (blocks.made >= 0).all()
-    assert answers(explained).pools["peak_bytes"].to_list() == [sum(truth.live.values())]
+    assert build_allocations(explained).pools["peak_bytes"].to_list() == [sum(truth.live.values())]
 
 
-def _segments(snapshot: Snapshot) -> list[dict[str, Any]]:
+def _segments(snapshot: MemorySnapshot) -> list[dict[str, Any]]:
     """The segments of a snapshot in the form that PyTorch writes."""
     segments = []
     for number, address, size in snapshot.segments.with_row_index("n").select("n", "address", "bytes").rows():
@@ -213,7 +213,7 @@ def _segments(snapshot: Snapshot) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("seed", [1, 6])
 def test_reserved_memory_is_allocated_pending_or_free(seed: int) -> None:
     truth = played(seed)
-    row = fragmentation(truth.snapshot).row(0, named=True)
+    row = compute_fragmentation(truth.snapshot).row(0, named=True)
     assert row["requested_bytes"] == sum(truth.live.values())
     assert row["allocated_bytes"] == sum(-(-size // 512) * 512 for size in truth.live.values())
     assert row["reserved_bytes"] == row["allocated_bytes"] + row["pending_bytes"] + row["free_bytes"]
@@ -226,12 +226,12 @@ def test_a_segment_that_is_free_as_a_whole_is_not_split_and_pending_blocks_are_n
     builder = SnapshotBuilder(segment=1 << 20)
     builder.free(builder.alloc(1 << 20))
     builder.free(builder.alloc(1 << 21), completed=False)
-    row = fragmentation(snapshot_of(builder.build(), "made.pickle")).row(0, named=True)
+    row = compute_fragmentation(parse_snapshot(builder.build(), "made.pickle")).row(0, named=True)
     assert (row["reserved_bytes"], row["free_bytes"], row["pending_bytes"]) == (3 << 20, 1 << 20, 2 << 20)
     assert (row["split_bytes"], row["fragmentation"], row["segment_count"]) == (0, 0.0, 2)
     full = SnapshotBuilder(segment=512)
     full.alloc(512)
-    assert fragmentation(snapshot_of(full.build(), "made.pickle"))["fragmentation"].to_list() == [None]
+    assert compute_fragmentation(parse_snapshot(full.build(), "made.pickle"))["fragmentation"].to_list() == [None]
 
 
 # -- over time, and for how long ----------------------------------------------------------------------------------
@@ -246,23 +246,23 @@ def test_levels_by_any_key_are_those_of_the_blocks_one_by_one(long: ExplainedMem
     blocks = long.named.blocks
     key = np.arange(blocks.made.size) % 3
     rows = np.array([-1, 0, 5, 17, 60, long.trace.allocations.height - 1])
-    levels = levels_over_time(blocks, key, 4, rows, 0)
+    levels = compute_levels(blocks, key, 4, rows, 0)
     for number in range(4):
         for at, row in enumerate(rows.tolist()):
             alive = (blocks.made <= row) & (blocks.ended > row) & (key == number)
             assert levels[number, at] == blocks.bytes[alive].sum()
-    kept, drawn = largest_keys(levels, 2)
+    kept, drawn = select_largest_keys(levels, 2)
     assert drawn.shape == (3, rows.size)
     assert (drawn.sum(axis=0) == levels.sum(axis=0)).all()
     assert levels[kept].max(axis=1).tolist() == sorted(levels.max(axis=1).tolist(), reverse=True)[:2]
 
 
-@pytest.mark.parametrize("size", [1, 2, INSTANTS, INSTANTS + 1, 5000])
+@pytest.mark.parametrize("size", [1, 2, MAX_INSTANTS, MAX_INSTANTS + 1, 5000])
 def test_a_curve_has_few_instants_with_both_ends_and_the_highest_of_all(size: int) -> None:
     levels = np.random.default_rng(size).integers(0, 1000, size)
     levels[size // 3] = 10_000
-    chosen = instants(levels)
-    assert chosen.size <= INSTANTS + 1
+    chosen = choose_instants(levels)
+    assert chosen.size <= MAX_INSTANTS + 1
     assert (np.diff(chosen) > 0).all()
     assert (chosen[0], chosen[-1]) == (-1, size - 2)
     assert size // 3 - 1 in chosen.tolist()
@@ -270,9 +270,9 @@ def test_a_curve_has_few_instants_with_both_ends_and_the_highest_of_all(size: in
 
 def test_lifetimes_are_counted_by_decade(long: ExplainedMemory) -> None:
     blocks = long.named.blocks
-    whole = (blocks.start_ns != EXISTED) & (blocks.end_ns != ALIVE)
+    whole = (blocks.start_ns != EXISTED_BEFORE) & (blocks.end_ns != STILL_ALIVE)
     lengths = (blocks.end_ns - blocks.start_ns)[whole]
-    found = lifetimes(blocks)
+    found = count_by_lifetime(blocks)
     assert found["block_count"].sum() == whole.sum()
     assert found["bytes"].sum() == blocks.bytes[whole].sum()
     for low, high, count, size in found.select("from_ns", "to_ns", "block_count", "bytes").rows():

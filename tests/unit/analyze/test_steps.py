@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from traceloom.analyze import step_times
-from traceloom.analyze.steps import tiles
+from traceloom.analyze.steps import build_tiles
 from traceloom.testing import TraceBuilder
 
 
@@ -43,7 +43,7 @@ def test_a_trace_without_steps_has_none_and_says_so() -> None:
 
 def test_tiles_cover_the_trace_without_holes() -> None:
     trace = three().op("after", 110, 20).build()
-    cut = tiles(trace)
+    cut = build_tiles(trace)
     assert cut.row.tolist() == [-1, 0, 1, 2, -1]
     assert (cut.spans.start[1:] == cut.spans.end[:-1]).all()
     assert (cut.spans.start[0], cut.spans.end[-1]) == (trace.start_ns, trace.end_ns)

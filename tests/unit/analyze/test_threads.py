@@ -11,7 +11,7 @@ import pytest
 
 from support.odd_traces import Row, covered, rows_of
 from traceloom.analyze import host, threads
-from traceloom.analyze.host_events import ACTIVITIES, blocking_calls
+from traceloom.analyze.host_events import ACTIVITIES, mark_blocking_calls
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -87,7 +87,7 @@ def test_columns_do_not_depend_on_the_trace(builder: TraceBuilder) -> None:
 def doing(trace: Trace) -> dict[int, list[tuple[int, int, str]]]:
     """Of each host lane its stretches: from, to, and the activity of the innermost event that has one."""
     events = rows_of(trace)
-    blocking = set(np.flatnonzero(blocking_calls(trace)).tolist())
+    blocking = set(np.flatnonzero(mark_blocking_calls(trace)).tolist())
     lanes: dict[int, list[tuple[int, int, str]]] = {}
     for lane in trace.lanes.filter(kind="host")["lane"]:
         own = [row for row in events if row["lane"] == lane]

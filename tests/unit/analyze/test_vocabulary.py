@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from traceloom.analyze.names import Vocabulary, _ordered, vocabulary
+from traceloom.analyze.names import Vocabulary, _sort_names, build_vocabulary
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -22,9 +22,10 @@ def made(names: tuple[str, ...]) -> Trace:
 
 
 def of(traces: list[Trace]) -> list[Vocabulary]:
-    alone = map(vocabulary, traces)
+    alone = map(build_vocabulary, traces)
     return [
-        Vocabulary(each.names, each.code, *own) for each, own in zip(alone, _ordered.__wrapped__(traces), strict=True)
+        Vocabulary(each.names, each.code, *own)
+        for each, own in zip(alone, _sort_names.__wrapped__(traces), strict=True)
     ]
 
 

@@ -12,7 +12,7 @@ from traceloom.cli import main
 from traceloom.errors import UsageError
 from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import Anonymized, anonymize
-from traceloom.workload.anonymize.sizes import argument
+from traceloom.workload.anonymize.sizes import rewrite_argument
 from traceloom.workload.replay.planning import make_plan
 from traceloom.workload.replay.schema import parse_schema
 
@@ -192,5 +192,5 @@ def test_what_the_policy_keeps_stays_kept() -> None:
 def test_arguments_become_harmless_ones_of_the_same_role(schema: str, name: str, value: Any, made: Any) -> None:
     operator = parse_schema(schema)
     of = next(each for each in operator.arguments if each.name == name)
-    result = argument(value, of, operator, lambda size: 1024 if size == 700 else size)
+    result = rewrite_argument(value, of, operator, lambda size: 1024 if size == 700 else size)
     assert (result, type(result)) == (made, type(made))

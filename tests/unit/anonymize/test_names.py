@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.analyze import host_events
-from traceloom.analyze.collective_names import kinds_of_kernels
-from traceloom.analyze.host_events import BY_NAME
-from traceloom.analyze.kernel_rules import classify
-from traceloom.formats.links import kind_of
+from traceloom.analyze.collective_names import derive_collective_kinds
+from traceloom.analyze.host_events import BLOCKING_CALL_PATTERN
+from traceloom.analyze.kernel_rules import assign_categories
+from traceloom.formats.links import classify_collective
 from traceloom.trace.vocabulary import copy_kind
 from traceloom.workload.anonymize.names import MARKS, KernelNames, Pseudonyms
 from traceloom.workload.anonymize.policy import ALPHABET, LETTERS, Key, Policy
@@ -37,20 +37,20 @@ def _number(table: tuple[tuple[int, str], ...], name: str) -> int:
 
 
 def _words(name: str) -> int:
-    hits = [number for number, pattern in host_events.WORD_PHASES if re.search(pattern, name)]
+    hits = [number for number, pattern in host_events.WORD_PHASE_PATTERNS if re.search(pattern, name)]
     return hits[0] if len(hits) == 1 else -1
 
 
 def meaning_on_host(name: str) -> tuple[object, ...]:
-    span = _number(host_events.SPAN_PHASES, name)
+    span = _number(host_events.SPAN_PHASE_PATTERNS, name)
     backend = re.match(r"(nccl|rccl|gloo|mpi|ucc|hccl|xccl):\s*(.+)$", name)
-    kind = kind_of(backend[2]) if backend else ""
+    kind = classify_collective(backend[2]) if backend else ""
     known = kind in {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv"}
     return (
         span,
         _words(name) if span < 0 else -1,
-        bool(re.search(host_events.OURS, name)),
-        bool(re.search(host_events.STEP_MARK, name)),
+        bool(re.search(host_events.TRACELOOM_ANNOTATION_PATTERN, name)),
+        bool(re.search(host_events.STEP_MARK_PATTERN, name)),
         bool(re.match(r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler", name)),
         name.startswith("autograd::engine::evaluate_function: "),
         kind if known else "",
@@ -59,8 +59,8 @@ def meaning_on_host(name: str) -> tuple[object, ...]:
 
 def meaning_in_python(name: str) -> tuple[object, ...]:
     return (
-        _number(host_events.PYTHON_PHASES, name),
-        bool(re.search(host_events.BLOCKING_PYTHON, name)),
+        _number(host_events.PYTHON_PHASE_PATTERNS, name),
+        bool(re.search(host_events.BLOCKING_PYTHON_PATTERN, name)),
         name.startswith("nn.Module: "),
         name.startswith("<built-in method run_backward"),
         bool(re.search(r"(^|/)torch/utils/data/dataloader\.py\(\d+\): __next__$", name)),
@@ -68,9 +68,9 @@ def meaning_in_python(name: str) -> tuple[object, ...]:
 
 
 def meaning_of_call(name: str) -> tuple[object, ...]:
-    blocking = bool(re.search(BY_NAME, name)) and "Async" not in name
+    blocking = bool(re.search(BLOCKING_CALL_PATTERN, name)) and "Async" not in name
     return (
-        blocking or bool(re.search(host_events.BLOCKING_RUNTIME, name)),
+        blocking or bool(re.search(host_events.BLOCKING_RUNTIME_PATTERN, name)),
         "StreamWaitEvent" in name,
         "EventRecord" in name,
     )
@@ -126,7 +126,7 @@ def test_every_rule_has_a_mark_and_finds_its_kernels_again() -> None:
     assert set(MARKS) == {rule["rule"] for rule in RULES}
     for structure in ("keep", "collapse"):
         shown = [kernels(structure=structure).kernel(rule["example"]) for rule in RULES]
-        frame = classify(pl.DataFrame({"name": shown, "kind": ["kernel"] * len(shown)}))
+        frame = assign_categories(pl.DataFrame({"name": shown, "kind": ["kernel"] * len(shown)}))
         assert frame["rule"].to_list() == [rule["rule"] for rule in RULES]
         assert not any(rule["example"][:20] in name for rule, name in zip(RULES, shown, strict=True))
 
@@ -137,7 +137,7 @@ def test_every_rule_has_a_mark_and_finds_its_kernels_again() -> None:
      "ncclDevKernel_ReduceScatter", "nccl_AllGather", "void ep::internode::notify_dispatch<1>", "nccl_all2all"],
 )  # fmt: skip
 def test_a_kernel_of_a_collective_keeps_its_kind(name: str) -> None:
-    first, second = kinds_of_kernels((name, kernels().kernel(name)))["kind"]
+    first, second = derive_collective_kinds((name, kernels().kernel(name)))["kind"]
     assert first == second is not None
 
 

@@ -12,16 +12,23 @@ from typing import Any
 
 import pytest
 
-from traceloom.workload.anonymize.collapse import borders, microseconds
+from traceloom.workload.anonymize.collapse import build_border_events, format_microseconds
 from traceloom.workload.anonymize.policy import CHOICES, Policy, read_policy
-from traceloom.workload.anonymize.sizes import Shapes, argument, bucket, by_factors, coarse, prime_factors
+from traceloom.workload.anonymize.sizes import (
+    Shapes,
+    find_prime_factors,
+    rewrite_argument,
+    round_prime_factors,
+    round_to_power_of_two,
+    round_total,
+)
 from traceloom.workload.replay.schema import parse_schema
 
 EINSUM = parse_schema("aten::einsum(str equation, Tensor[] tensors, *, int[]? path=None) -> Tensor")
 
 
 def equation(text: str) -> Any:
-    return argument(text, EINSUM.arguments[0], EINSUM, bucket)
+    return rewrite_argument(text, EINSUM.arguments[0], EINSUM, round_to_power_of_two)
 
 
 def form(text: str) -> list[Any]:
@@ -52,18 +59,18 @@ def test_what_is_no_equation_goes(text: str) -> None:
 @pytest.mark.parametrize("value", [3e-5, -0.25, 0.999, 1.5, -7.0, 1e30, 3, -12, 2**62])
 def test_a_number_keeps_its_sign_and_its_side_of_one(value: float) -> None:
     schema = parse_schema("aten::clamp(Tensor self, Scalar? min=None) -> Tensor")
-    result = argument(value, schema.arguments[1], schema, bucket)
+    result = rewrite_argument(value, schema.arguments[1], schema, round_to_power_of_two)
     assert math.copysign(1, result) == math.copysign(1, value)
     assert (abs(result) > 1, type(result)) == (abs(value) > 1, type(value))
     assert result in (0.5, -0.5, 2, -2)
     for plain in (0, 1, -1, 0.0, 1.0, math.inf, -math.inf):
-        assert argument(plain, schema.arguments[1], schema, bucket) == plain
+        assert rewrite_argument(plain, schema.arguments[1], schema, round_to_power_of_two) == plain
 
 
 def test_prime_factors_are_prime_and_multiply_to_the_number() -> None:
     primes = [number for number in range(2, 2000) if all(number % factor for factor in range(2, number))]
     for number in range(1, 2000):
-        factors = prime_factors(number)
+        factors = find_prime_factors(number)
         assert math.prod(factors) == number
         assert list(factors) == sorted(factors)
         assert set(factors) <= set(primes)
@@ -81,33 +88,33 @@ def test_rounding_by_factors_is_done_factor_by_factor() -> None:
                     power = min((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), key=lambda p: (
                         max(Fraction(p, factor), Fraction(factor, p)), p))  # fmt: skip
                     rounded *= factor if factor in kept else power
-            assert by_factors(number, kept) == (rounded if number > 2 else number)
-    assert by_factors(1 << 48) == 1 << 48
-    assert by_factors(-6) == -6
+            assert round_prime_factors(number, kept) == (rounded if number > 2 else number)
+    assert round_prime_factors(1 << 48) == 1 << 48
+    assert round_prime_factors(-6) == -6
 
 
 def test_times_are_written_exactly() -> None:
     chance = random.Random(1)
     for _ in range(300):
         time_ns = chance.choice([1, -1]) * chance.randrange(10 ** chance.randint(1, 19))
-        text = microseconds(time_ns).decode()
+        text = format_microseconds(time_ns).decode()
         whole, _, part = text.lstrip("-").partition(".")
         assert Fraction(int(whole + part), 10 ** len(part)) == Fraction(abs(time_ns), 1000)
         assert text.startswith("-") == (time_ns < 0)
         assert len(part) in {0, 3}
-    first, last = (json.loads(event) for event in borders(-1500, 2**62))
+    first, last = (json.loads(event) for event in build_border_events(-1500, 2**62))
     assert (first["ts"], first["dur"], last["dur"]) == (-1.5, 0, 0)
-    assert b'"ts":4611686018427387.904' in borders(0, 2**62)[1]
+    assert b'"ts":4611686018427387.904' in build_border_events(0, 2**62)[1]
 
 
 def test_a_running_total_has_five_leading_bits_and_grows_as_the_numbers_do() -> None:
     numbers = [*range(5000), *(3**power for power in range(8, 39))]
-    totals = [coarse(number) for number in numbers]
+    totals = [round_total(number) for number in numbers]
     assert totals == sorted(totals)
     for total in totals:
         significant = bin(total).rstrip("0").removeprefix("0b")
         assert len(significant) <= 5
-    assert [coarse(-number) for number in numbers] == [-total for total in totals]
+    assert [round_total(-number) for number in numbers] == [-total for total in totals]
 
 
 @pytest.mark.parametrize("mode", ["keep", "bucket", "drop"])

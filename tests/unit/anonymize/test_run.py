@@ -274,7 +274,7 @@ def test_nothing_is_left_behind_when_writing_fails(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_module, "_private", full)
+    monkeypatch.setattr(run_module, "_write_private", full)
     with pytest.raises(OutputError, match="no space left"):
         run(source)
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json"}

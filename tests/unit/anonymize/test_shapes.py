@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.workload.anonymize.policy import Policy
-from traceloom.workload.anonymize.sizes import Shapes, bucket, by_factors, coarse
+from traceloom.workload.anonymize.sizes import Shapes, round_prime_factors, round_to_power_of_two, round_total
 
 
 @given(st.integers(-(2**62), 2**62))
 def test_a_bucket_is_a_power_of_two_within_a_factor_of_root_two(number: int) -> None:
-    rounded = bucket(number)
+    rounded = round_to_power_of_two(number)
     assert abs(rounded).bit_count() <= 1
     assert (rounded > 0) == (number > 0)
     if number:
@@ -24,12 +24,12 @@ def test_a_bucket_is_a_power_of_two_within_a_factor_of_root_two(number: int) -> 
 
 @given(st.integers(1, 2**40), st.integers(0, 20))
 def test_powers_of_two_pass_through_rounding(number: int, power: int) -> None:
-    assert bucket(number << power) == bucket(number) << power or number < 3
+    assert round_to_power_of_two(number << power) == round_to_power_of_two(number) << power or number < 3
 
 
 @given(st.integers(-(2**62), 2**62))
 def test_a_coarse_total_is_at_most_three_percent_off(number: int) -> None:
-    assert abs(coarse(number) - number) <= 0.032 * abs(number)
+    assert abs(round_total(number) - number) <= 0.032 * abs(number)
 
 
 def test_each_choice_does_what_it_says() -> None:
@@ -55,7 +55,7 @@ def test_strides_of_permuted_tensors_stay_in_their_order(order: list[int], shape
     for at in order:
         strides[at], step = step, step * shape[at]
     made = json.loads(Shapes(Policy()).strides(json.dumps([strides]).encode(), json.dumps([shape]).encode()) or b"")
-    rounded = [bucket(size) for size in shape]
+    rounded = [round_to_power_of_two(size) for size in shape]
     expected, step = [0, 0, 0], 1
     for at in order:
         expected[at], step = step, step * rounded[at]
@@ -68,8 +68,8 @@ def test_strides_with_gaps_are_left_out() -> None:
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sets(st.sampled_from([3, 5, 7, 11])))
 def test_products_stay_products_of_the_same(sizes: list[int], kept: set[int]) -> None:
-    made = [by_factors(size, kept) for size in sizes]
-    assert math.prod(made) == by_factors(math.prod(sizes), kept)
+    made = [round_prime_factors(size, kept) for size in sizes]
+    assert math.prod(made) == round_prime_factors(math.prod(sizes), kept)
     shapes = Shapes(Policy().for_replay())
     shapes.keep_factors(frozenset(kept))
     assert json.loads(shapes.dims(json.dumps(sizes).encode()) or b"") == made
@@ -80,11 +80,11 @@ def test_products_stay_products_of_the_same(sizes: list[int], kept: set[int]) ->
 
 
 def test_factors_that_are_kept_stay_and_no_size_is_what_is_none() -> None:
-    assert by_factors(50257) == 32 * 2048
-    assert by_factors(50257, {29, 1733}) == 50257
-    assert by_factors(3 * 29, {3}) == 3 * 32
+    assert round_prime_factors(50257) == 32 * 2048
+    assert round_prime_factors(50257, {29, 1733}) == 50257
+    assert round_prime_factors(3 * 29, {3}) == 3 * 32
     for number in (-1, 0, 1, 2, -100, 2**63 - 1):
-        assert by_factors(number) == number
+        assert round_prime_factors(number) == number
     exact = Shapes(Policy().for_replay())
     exact.keep_factors(None)
     assert exact.size(50257) == 50257

@@ -12,7 +12,7 @@ import pytest
 from support.workload import node, write_set
 from traceloom.errors import InputError
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.workload.anonymize.inputs import CHAKRA, GROUPS, HOST, KINETO, InputFiles, find, kind_of_file, read_json
+from traceloom.workload.anonymize.inputs import CHAKRA, GROUPS, HOST, KINETO, InputFiles, detect_kind, find, read_json
 
 
 def kineto(path: Path) -> Path:
@@ -157,7 +157,7 @@ def test_a_rank_that_is_none_is_not_in_a_name(rank: Any, tmp_path: Path) -> None
 def test_the_kind_of_a_file_is_told_by_its_beginning(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    assert kind_of_file(path) == kind
+    assert detect_kind(path) == kind
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0\0", gzip.compress(b"")])

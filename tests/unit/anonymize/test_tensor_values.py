@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from traceloom.workload.anonymize.names import Pseudonyms
-from traceloom.workload.anonymize.policy import Account, Key, Policy
-from traceloom.workload.anonymize.sizes import Shapes, bucket
-from traceloom.workload.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, Tensors
+from traceloom.workload.anonymize.policy import Key, Policy, RewriteStats
+from traceloom.workload.anonymize.sizes import Shapes, round_to_power_of_two
+from traceloom.workload.anonymize.tensors import COMMUNICATION_VALUES, GROUP_VALUES, Tensors
 
 DEVICES = ("cpu", "cuda:0", "cuda", "xpu:12")
 SECRETS = ("acme text", "/home/acme/x.py", "acme:0", "<acme>", "cuda:acme", "1.5 acme")
 
 
-def tensors(**policy: str) -> tuple[Tensors, Account]:
-    chosen, account = Policy(**policy), Account()
+def tensors(**policy: str) -> tuple[Tensors, RewriteStats]:
+    chosen, account = Policy(**policy), RewriteStats()
     names = Pseudonyms(Key(b"a key of tests alone"), chosen)
     return Tensors(names, Shapes(chosen), chosen, account), account
 
@@ -58,7 +58,7 @@ def check(before: Any, after: Any, *, keeps: bool, depth: int = 0) -> None:
     if is_tensor(before):
         identity, storage, offset, count, width = before[:5]
         assert after[:2] == [identity, storage]
-        assert after[2:5] == [bucket(offset), bucket(count), width]
+        assert after[2:5] == [round_to_power_of_two(offset), round_to_power_of_two(count), width]
         assert after[5:] == [device if device in DEVICES else "" for device in before[5:]]
     elif isinstance(before, list):
         assert len(after) == len(before)
@@ -74,7 +74,7 @@ def check(before: Any, after: Any, *, keeps: bool, depth: int = 0) -> None:
     elif depth == 0:
         assert after == before
     else:  # numbers in a list are sizes
-        assert after == (bucket(before) if isinstance(before, int) else None)
+        assert after == (round_to_power_of_two(before) if isinstance(before, int) else None)
 
 
 @pytest.mark.parametrize("scalars", ["drop", "keep"])
@@ -112,12 +112,12 @@ def test_values_beyond_any_depth_end_in_nothing() -> None:
 def test_what_communication_is_told_stays_numbers_and_names_by_pseudonym() -> None:
     rewriter, _ = tensors()
     (sizes, operation, name, flag, pointer) = rewriter.values(
-        [[700, 3], "allreduce", "acme group", True, 123_456], OF_COMMUNICATION
+        [[700, 3], "allreduce", "acme group", True, 123_456], COMMUNICATION_VALUES
     )
     assert sizes == [512, 4]
     assert operation == "allreduce"
     assert "acme" not in name
-    assert name == rewriter.values(["acme group"], OF_COMMUNICATION)[0]
+    assert name == rewriter.values(["acme group"], COMMUNICATION_VALUES)[0]
     assert flag is True
     assert isinstance(pointer, int)
 
@@ -129,7 +129,7 @@ def test_the_list_of_process_groups_keeps_members_and_sizes_alone() -> None:
          "backend_config": "cuda:nccl", "group_size": 2, "group_count": 4, "acme": "secret"},
         "acme", {"pg_name": "acme_tp", "ranks": "acme", "backend_config": "acme"},
     ]  # fmt: skip
-    (made,) = rewriter.values([json.dumps(groups)], OF_GROUPS)
+    (made,) = rewriter.values([json.dumps(groups)], GROUP_VALUES)
     first, second = json.loads(made)
     assert (first["ranks"], first["group_size"], first["group_count"], first["backend_config"]) == (
         [0, 5],
@@ -141,7 +141,7 @@ def test_the_list_of_process_groups_keeps_members_and_sizes_alone() -> None:
     assert set(second) == {"pg_name"}
     assert "acme" not in made
     assert account.unknown == {"process groups.acme", "process groups.ranks", "process groups.backend_config"}
-    assert rewriter.values(["acme {", '"acme"', "[" * 100_000], OF_GROUPS) == ["[]", "[]", "[]"]
+    assert rewriter.values(["acme {", '"acme"', "[" * 100_000], GROUP_VALUES) == ["[]", "[]", "[]"]
     assert account.odd["process groups"] == 2
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from traceloom.capture.distributed import CollectiveLog, groups, module  # noqa: E402
+from traceloom.capture.distributed import CollectiveLog, describe_groups, get_distributed  # noqa: E402
 
 WORLD, RANK = 4, 1
 ITEM = {"float32": ("Float", 4), "bfloat16": ("BFloat16", 2), "int64": ("Long", 8), "uint8": ("Byte", 1)}
@@ -114,12 +114,12 @@ def rows(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_without_a_job_there_is_no_table() -> None:
-    if module() is not None:
+    if get_distributed() is not None:
         pytest.skip("another test's job is still there")
     log = CollectiveLog()
     log.start()
     assert log.stop() is None
-    assert groups() == []
+    assert describe_groups() == []
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,7 +130,7 @@ def test_without_a_job_there_is_no_table() -> None:
     )
 )  # fmt: skip
 def test_the_table_has_every_call_with_its_bytes_and_peers(job: Job, made: list[tuple[str, str, int]]) -> None:
-    names = {str(group["description"] or group["name"]): group for group in groups()}
+    names = {str(group["description"] or group["name"]): group for group in describe_groups()}
     assert sorted(tuple(group["ranks"]) for group in names.values()) == [(0, 1, 2, 3), (1, 3)]
     of_ranks = {tuple(group["ranks"]): group["name"] for group in names.values()}
     log, begun_ns = CollectiveLog(), time.time_ns()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from traceloom.capture import distributed, manifest, writing
-from traceloom.capture.distributed import KINDS, _bytes, _recorded_kind
+from traceloom.capture.distributed import KINDS, _count_bytes, _parse_recorded_kind
 from traceloom.capture.scope import MAXIMUM_LENGTH, scope
-from traceloom.capture.settings import Settings, check_times, from_json, parse_steps, say, say_once
+from traceloom.capture.settings import Settings, check_times, parse_settings, parse_steps, print_message, print_once
 from traceloom.capture.steps import Instant, Mark, StepLog
 from traceloom.errors import UsageError
 
@@ -75,7 +75,7 @@ def test_steps_are_marked_anew_in_their_span_alone(seed: int) -> None:
 def test_what_recording_cost_is_the_ratio_of_medians_of_near_steps(seed: int) -> None:
     marks = [Mark.PLAIN] * 9 + [Mark.RECORDED] * 4 + [Mark.GRAPH, Mark.DISTURBED]
     log, rows = logged(seed, marks)
-    figures = manifest.overhead(log, 3)
+    figures = manifest.compute_overhead(log, 3)
     recorded = [number for number, row in enumerate(rows) if row["mark"] is Mark.RECORDED]
     plain = [number for number, row in enumerate(rows) if row["mark"] is Mark.PLAIN and number >= 3]
     if recorded:
@@ -140,7 +140,7 @@ def test_settings_come_back_from_the_environment_whatever_they_are() -> None:
             module_names=draw.choice(["path", "class", "off"]), shapes=draw.choice([None, True, False]),
             whole=draw.random() < 0.5, replaces=draw.choice(["", "old"]),
         )  # fmt: skip
-        assert from_json(settings.to_json()) == settings
+        assert parse_settings(settings.to_json()) == settings
         assert settings.early == (settings.first_step is None and not settings.by_time and not settings.whole)
         assert settings.by_time == (settings.after is not None or settings.duration is not None)
         told = settings.to_dict(shapes=True)
@@ -266,34 +266,34 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_every_launcher_tells_the_place_by_its_variables(
     rank: str, size: str, local: str, alone: pytest.MonkeyPatch
 ) -> None:
-    assert distributed.rank_and_world() == (None, None, None)
+    assert distributed.read_rank_and_world() == (None, None, None)
     alone.setenv(rank, "3")
-    assert distributed.rank_and_world() == (None, None, None), "one of the two alone says nothing"
+    assert distributed.read_rank_and_world() == (None, None, None), "one of the two alone says nothing"
     alone.setenv(size, "8")
-    assert distributed.rank_and_world() == (3, 8, None)
+    assert distributed.read_rank_and_world() == (3, 8, None)
     alone.setenv(local, "1")
-    assert distributed.rank_and_world() == (3, 8, 1)
+    assert distributed.read_rank_and_world() == (3, 8, 1)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "x", "1.0", " 2", "٣"])
 def test_what_is_no_number_is_no_place(text: str, alone: pytest.MonkeyPatch) -> None:
     alone.setenv("RANK", text)
     alone.setenv("WORLD_SIZE", "2")
-    assert distributed.rank_and_world() == (None, None, None)
+    assert distributed.read_rank_and_world() == (None, None, None)
 
 
 def test_ranks_of_one_job_have_one_name_and_others_another(alone: pytest.MonkeyPatch) -> None:
-    assert distributed.job() is None
+    assert distributed.identify_job() is None
     names = []
     for rank, port in (("0", "29500"), ("1", "29500"), ("0", "29501")):
         for variable, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_PORT", port)):
             alone.setenv(variable, value)
-        names.append(distributed.job())
+        names.append(distributed.identify_job())
     assert names[0] == names[1] != names[2]
     alone.setenv("WORLD_SIZE", "1")
-    assert distributed.job() is None, "a process on its own"
+    assert distributed.identify_job() is None, "a process on its own"
     alone.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert distributed.job() is not None, "a launcher of one"
+    assert distributed.identify_job() is not None, "a launcher of one"
 
 
 # -- collectives as they were recorded ------------------------------------------------------------------------------------
@@ -310,12 +310,12 @@ def test_ranks_of_one_job_have_one_name_and_others_another(alone: pytest.MonkeyP
     ],
 )  # fmt: skip
 def test_the_kind_is_in_the_name_that_the_flight_recorder_gives(name: str, kind: str, peer: int | None) -> None:
-    assert _recorded_kind(name) == (kind, peer)
+    assert _parse_recorded_kind(name) == (kind, peer)
 
 
 def test_every_method_of_a_group_has_a_kind_that_its_own_name_gives() -> None:
     for method, kind in KINDS.items():
-        assert _recorded_kind(f"gloo:{method}")[0] == kind, method
+        assert _parse_recorded_kind(f"gloo:{method}")[0] == kind, method
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_every_method_of_a_group_has_a_kind_that_its_own_name_gives() -> None:
 def test_bytes_are_elements_times_their_size_and_unknown_where_a_type_is(
     sizes: Any, types: Any, size: int | None
 ) -> None:
-    assert _bytes(sizes, types) == size
+    assert _count_bytes(sizes, types) == size
 
 
 # -- files ----------------------------------------------------------------------------------------------------------------
@@ -381,9 +381,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_line_is_said_once_with_its_slug_and_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    say("a\x1b[2Jb\nc")
+    print_message("a\x1b[2Jb\nc")
     for _ in range(3):
-        say_once("only-in-this-test", "once")
+        print_once("only-in-this-test", "once")
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "traceloom: once [only-in-this-test]"
     assert len(lines) == 2

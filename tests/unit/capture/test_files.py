@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from traceloom.capture import manifest, writing
-from traceloom.capture.kineto import _THEIRS
+from traceloom.capture.kineto import _LOG_LINE
 from traceloom.capture.launch import describe
 from traceloom.capture.scope import scope
 from traceloom.capture.steps import Instant, Mark, StepLog
@@ -23,7 +23,7 @@ from traceloom.errors import UsageError
 def test_no_two_processes_get_one_name(tmp_path: Path) -> None:
     (tmp_path / writing.NOTES).mkdir()
     pid = os.getpid()
-    assert [writing.claim_name(tmp_path, rank) for rank in (0, 1, None, 1)] == [
+    assert [writing.reserve_name(tmp_path, rank) for rank in (0, 1, None, 1)] == [
         "rank0", "rank1", f"pid{pid}", f"rank1-pid{pid}",
     ]  # fmt: skip
 
@@ -74,7 +74,7 @@ def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp
     mine = ["rank0.txt", "notes.json", "rank0.kineto.json.gz.bak"]
     for name in ours + mine:
         (directory / name).write_text("old")
-    old = manifest.files(directory)
+    old = manifest.list_files(directory)
     writing.write_json(made / "rank0.capture.json", manifest.document([{"rank": 0}], {}))
     (made / "rank0.kineto.json.gz").write_text("new")
     (made / "rank1.kineto.json").write_text("of a rank that still records")
@@ -131,27 +131,27 @@ def test_the_overhead_compares_medians_of_processor_time_and_does_not_invent_any
     recorded = [(120, 54, Mark.RECORDED), (990, 55, Mark.RECORDED), (130, 56, Mark.RECORDED), (300, 150, Mark.GRAPH)]
     after = [(100, 48, Mark.PLAIN), (90, 50, Mark.PLAIN), (110, 52, Mark.PLAIN)]
     log = log_of([*before, *recorded, *after])
-    figures = manifest.overhead(log, warm_up=1)
+    figures = manifest.compute_overhead(log, warm_up=1)
     assert (figures["unrecorded_median_ns"], figures["recorded_median_ns"]) == (100, 130)
     assert (figures["ratio_of"], figures["ratio"], figures["graph_step_ratio"]) == ("cpu", 1.1, 3.0)
     assert figures["ratio_low"] < figures["ratio"] < figures["ratio_high"]
     assert figures["graph_step_ns"] == 300
-    empty = manifest.overhead(log_of([]), warm_up=1)
+    empty = manifest.compute_overhead(log_of([]), warm_up=1)
     assert (empty["ratio"], empty["graph_step_ratio"], empty["unrecorded_median_ns"]) == (None, None, None)
 
 
 def test_the_overhead_compares_steps_that_are_near() -> None:
     far, near = [(100, 100, Mark.PLAIN)] * 50, [(200, 200, Mark.PLAIN)] * 10
-    figures = manifest.overhead(log_of([*near, *[(220, 220, Mark.RECORDED)] * 5, *far]), warm_up=0)
+    figures = manifest.compute_overhead(log_of([*near, *[(220, 220, Mark.RECORDED)] * 5, *far]), warm_up=0)
     assert (figures["unrecorded_steps"], figures["unrecorded_median_ns"]) == (10, 150)
-    figures = manifest.overhead(log_of([*[(220, 220, Mark.RECORDED)] * 5, *near, *far]), warm_up=0)
+    figures = manifest.compute_overhead(log_of([*[(220, 220, Mark.RECORDED)] * 5, *near, *far]), warm_up=0)
     assert figures["ratio"] == 1.1
 
 
 def test_the_overhead_of_two_unrecorded_steps_is_unknown_and_without_processor_time_it_is_that_of_the_clock() -> None:
     recorded = [(120, 60, Mark.RECORDED)] * 5
-    assert manifest.overhead(log_of([*recorded, *[(100, 50, Mark.PLAIN)] * 2]), warm_up=0)["ratio"] is None
-    known = manifest.overhead(log_of([*recorded, *[(100, -1, Mark.PLAIN)] * 3]), warm_up=0)
+    assert manifest.compute_overhead(log_of([*recorded, *[(100, 50, Mark.PLAIN)] * 2]), warm_up=0)["ratio"] is None
+    known = manifest.compute_overhead(log_of([*recorded, *[(100, -1, Mark.PLAIN)] * 3]), warm_up=0)
     assert (known["ratio_of"], known["ratio"]) == ("wall", 1.2)
 
 
@@ -185,7 +185,7 @@ def test_the_closing_line_tells_what_was_recorded() -> None:
     ],
 )
 def test_only_the_recorders_own_lines_are_kept_from_the_user(line: bytes, theirs: bool) -> None:
-    assert bool(_THEIRS.match(line)) == theirs
+    assert bool(_LOG_LINE.match(line)) == theirs
 
 
 def test_scopes_join_their_names_escape_what_breaks_json_and_refuse_what_cannot_be() -> None:

@@ -38,7 +38,7 @@ def test_only_files_that_a_trace_names_are_copied_each_once(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_copied_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_sources, "MOST_TOGETHER", 12)
+    monkeypatch.setattr(kernel_sources, "MAX_TOTAL_BYTES", 12)
     (tmp_path / "c1.py").write_text("ten bytes!")
     (tmp_path / "c2.py").write_text("three")
     (tmp_path / "c3.py").mkdir()
@@ -66,7 +66,7 @@ def test_a_new_capture_takes_the_place_of_earlier_sources_and_of_nothing_else_th
     (tmp_path / "rank1.host_resources" / "cold.py").write_text("")
     (tmp_path / "rank0.host_resources" / "nid_1_tid_2.dat").write_text("of PyTorch")
     (made / "rank0.capture.json").write_text('{"ranks": [{"rank": 0}]}')
-    manifest.replace_capture(made, tmp_path, manifest.files(tmp_path), {})
+    manifest.replace_capture(made, tmp_path, manifest.list_files(tmp_path), {})
     assert sorted(path.name for path in (tmp_path / "rank0.host_resources").iterdir()) == [
         "ckept.py",
         "nid_1_tid_2.dat",

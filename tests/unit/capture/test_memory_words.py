@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from traceloom.capture.memory import asked_bytes, census, is_out_of_memory, live_bytes  # noqa: E402  (both import torch)  # noqa: E402
+from traceloom.capture.memory import count_live_bytes, is_out_of_memory, list_live_storages, parse_requested_bytes  # noqa: E402  (both import torch)  # noqa: E402
 from traceloom.capture.modules import ModuleScopes  # noqa: E402
 from traceloom.capture.scope import scope  # noqa: E402
 
@@ -22,7 +22,7 @@ from traceloom.capture.scope import scope  # noqa: E402
     ],
 )  # fmt: skip
 def test_what_was_asked_for_in_vain_is_in_the_message(message: str, ran_out: bool, asked: int | None) -> None:
-    assert asked_bytes(RuntimeError(message)) == asked
+    assert parse_requested_bytes(RuntimeError(message)) == asked
     assert is_out_of_memory(RuntimeError(message)) == ran_out
     own = type("OutOfMemoryError", (RuntimeError,), {})
     assert is_out_of_memory(own(message))
@@ -31,8 +31,8 @@ def test_what_was_asked_for_in_vain_is_in_the_message(message: str, ran_out: boo
 
 def test_live_bytes_add_up_by_device() -> None:
     columns = {"bytes": [10, 5, 7, 100], "device_type": ["cuda", "cpu", "cuda", "cuda"], "device": [0, -1, 0, 1]}
-    assert live_bytes(columns) == {"cuda:0": 17, "cpu": 5, "cuda:1": 100}
-    assert live_bytes({"bytes": [], "device_type": [], "device": []}) == {}
+    assert count_live_bytes(columns) == {"cuda:0": 17, "cpu": 5, "cuda:1": 100}
+    assert count_live_bytes({"bytes": [], "device_type": [], "device": []}) == {}
 
 
 class Block(torch.nn.Module):  # type: ignore[name-defined,misc]
@@ -59,7 +59,7 @@ class Net(torch.nn.Module):  # type: ignore[name-defined,misc]
 
 def of_owner(owner: str, part: str) -> dict[str, int]:
     """Names of an owner's storages that hold some text, with their bytes."""
-    columns = census()
+    columns = list_live_storages()
     rows = zip(columns["owner"], columns["name"], columns["bytes"], strict=True)
     return {name: size for of, name, size in rows if of == owner and part in name}
 
@@ -89,7 +89,7 @@ def test_a_census_counts_parameters_buffers_gradients_and_states_to_the_byte() -
 def test_a_storage_that_many_share_counts_once() -> None:
     whole = torch.zeros(1000, dtype=torch.float64)
     views = [whole[number:] for number in range(5)]
-    columns = census()
+    columns = list_live_storages()
     addresses = [
         (kind, address) for kind, address in zip(columns["device_type"], columns["address"], strict=True) if address
     ]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.capture.settings import Settings, check_times, from_json, parse_steps
+from traceloom.capture.settings import Settings, check_times, parse_settings, parse_steps
 from traceloom.cli import main
-from traceloom.cli.record import add_options, default_name, run
+from traceloom.cli.record import add_options, choose_output_name, run
 from traceloom.errors import InputError, OutputError, UsageError
 
 
@@ -46,19 +46,19 @@ def test_a_time_that_cannot_be_is_refused(given: tuple[float, float, str]) -> No
 
 def test_settings_survive_the_environment_variable() -> None:
     settings = Settings("/a b/ü", first_step=2, step_count=3, stacks=True)
-    assert from_json(settings.to_json()) == settings
+    assert parse_settings(settings.to_json()) == settings
 
 
 @pytest.mark.parametrize("text", ['{"version":2,"directory":"run"}', '{"directory":"run"}'])
 def test_settings_of_another_version_are_refused(text: str) -> None:
     with pytest.raises(InputError) as refused:
-        from_json(text)
+        parse_settings(text)
     assert refused.value.slug == "other-version"
 
 
 def test_the_default_directory_is_named_after_the_script() -> None:
-    assert default_name(["torchrun", "-n", "2", "a/b/train gpt.py", "--x"]).startswith("traceloom-train-gpt-2")
-    assert default_name(["/bin/serve", "--port", "1"]).startswith("traceloom-serve-2")
+    assert choose_output_name(["torchrun", "-n", "2", "a/b/train gpt.py", "--x"]).startswith("traceloom-train-gpt-2")
+    assert choose_output_name(["/bin/serve", "--port", "1"]).startswith("traceloom-serve-2")
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -19,14 +19,14 @@ from types import SimpleNamespace
 import pytest
 
 from traceloom.capture import distributed, settings, writing
-from traceloom.capture.kineto import suppress_log_lines
+from traceloom.capture.kineto import hide_log_lines
 from traceloom.capture.writing import (
     BackgroundWriter,
     CaptureFolders,
     Lock,
     check_free,
-    claim_name,
-    reason,
+    describe_write_error,
+    reserve_name,
     write_atomically,
     write_json,
 )
@@ -46,10 +46,10 @@ def directory(tmp_path: Path) -> Path:
 
 def test_of_many_processes_each_has_a_name_of_its_own(directory: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        stems = list(pool.map(lambda _: claim_name(directory, 3), range(40)))
+        stems = list(pool.map(lambda _: reserve_name(directory, 3), range(40)))
     assert stems.count("rank3") == 1
     assert set(stems) == {"rank3", f"rank3-pid{os.getpid()}"}
-    assert claim_name(directory, 4) == "rank4"
+    assert reserve_name(directory, 4) == "rank4"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_who_has_which_name(directory: Path, rank: int | None, is_child: bool, t
     for name in there:
         (directory / f"{name}.capture.json").write_text("{}")  # of an earlier run
     expected = stem if stem[-1].isdigit() else f"{stem}{os.getpid()}"
-    assert claim_name(directory, rank, is_child=is_child) == expected
+    assert reserve_name(directory, rank, is_child=is_child) == expected
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -136,13 +136,13 @@ def test_a_path_that_is_not_utf_8_is_none_for_torch(tmp_path: Path) -> None:
 
 
 def test_why_something_cannot_be_written_names_both_users(tmp_path: Path) -> None:
-    text = reason(PermissionError(errno.EACCES, "Permission denied"), tmp_path)
+    text = describe_write_error(PermissionError(errno.EACCES, "Permission denied"), tmp_path)
     assert (
         text
         == f"Permission denied; the process runs as user {os.geteuid()}, the directory belongs to user {os.getuid()}"
     )
-    assert reason(OSError(errno.ENOSPC, "No space left on device"), tmp_path) == "No space left on device"
-    gone = reason(FileNotFoundError(errno.ENOENT, "No such file or directory"), tmp_path / "gone")
+    assert describe_write_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path) == "No space left on device"
+    gone = describe_write_error(FileNotFoundError(errno.ENOENT, "No such file or directory"), tmp_path / "gone")
     assert gone == f"No such file or directory; the process runs as user {os.geteuid()}"
 
 
@@ -254,7 +254,7 @@ def test_lines_of_the_profiler_are_hidden_and_no_others(capfd: pytest.CaptureFix
         b"STAGE:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:314] Completed Stage: Warm Up", b"",
         b"[W131 12:00:00.1 execution_trace_observer.cpp:433] Disabling Execution Trace Observer", b"loss 0.25 \xff",
     ]  # fmt: skip
-    with suppress_log_lines():
+    with hide_log_lines():
         for line in lines:
             os.write(2, line + b"\n")
     os.write(2, b"after ActivityProfiler\n")
@@ -263,7 +263,7 @@ def test_lines_of_the_profiler_are_hidden_and_no_others(capfd: pytest.CaptureFix
 
 def test_an_error_inside_leaves_the_descriptor_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with contextlib.suppress(ZeroDivisionError), suppress_log_lines():
+    with contextlib.suppress(ZeroDivisionError), hide_log_lines():
         os.write(2, b"said before\n")
         raise ZeroDivisionError
     os.write(2, b"said after\n")
@@ -274,7 +274,9 @@ def test_an_error_inside_leaves_the_descriptor_as_it_was(capfd: pytest.CaptureFi
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     monkeypatch.setattr(distributed, "_parent", ("", ""))
-    monkeypatch.setattr(distributed, "module", lambda: None)  # another test of this process may have begun a job
+    monkeypatch.setattr(
+        distributed, "get_distributed", lambda: None
+    )  # another test of this process may have begun a job
 
     def launch(variables: dict[str, str]) -> None:
         for name in list(os.environ):
@@ -296,12 +298,12 @@ def test_what_a_rank_starts_has_not_its_place(
     launched(variables)
     assert not distributed.is_child()
     distributed.mark_children()
-    assert distributed.rank_and_world() == (1, 2, 1)  # it itself
+    assert distributed.read_rank_and_world() == (1, 2, 1)  # it itself
     inherited = os.environ["TRACELOOM_PARENT"].replace(str(os.getpid()), "4194303", 1)
     monkeypatch.setattr(distributed, "_parent", ("", ""))
     monkeypatch.setenv("TRACELOOM_PARENT", inherited)  # as one that it has started sees it
     distributed.mark_children()
     assert distributed.is_child()
-    assert distributed.rank_and_world() == (None, None, None)
+    assert distributed.read_rank_and_world() == (None, None, None)
     monkeypatch.setenv("RANK", "0")  # a launcher of its own
-    assert distributed.rank_and_world() == (0, 2, 1)
+    assert distributed.read_rank_and_world() == (0, 2, 1)

@@ -13,7 +13,7 @@ import pytest
 
 from traceloom.errors import OutputError
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.graph.graph import GRAPH_SCHEMAS, Graph
 from traceloom.workload.chakra.astra_sim import AstraSim, to_astra_sim
 from traceloom.workload.chakra.validate import validate
@@ -105,7 +105,7 @@ def two_ranks(kind: str = "all_reduce", **more) -> Made:
     return made
 
 
-def tables(converted: AstraSim, home: Path, *, errors: int = 0) -> list[NodeTable]:
+def tables(converted: AstraSim, home: Path, *, errors: int = 0) -> list[NodeFrame]:
     """Written, validated, read again."""
     files = converted.write(home / "set")
     verdict = validate(home / "set", target="astra-sim")
@@ -115,7 +115,7 @@ def tables(converted: AstraSim, home: Path, *, errors: int = 0) -> list[NodeTabl
     return [read_table(path) for path in files if path.suffix == ".et"]
 
 
-def deps(table: NodeTable) -> dict[str, set[str]]:
+def deps(table: NodeFrame) -> dict[str, set[str]]:
     """Names of what each node waits for."""
     name = dict(table.nodes.select("id", "name").iter_rows())
     found: dict[str, set[str]] = {each: set() for each in name.values()}
@@ -128,7 +128,7 @@ def said(converted: AstraSim) -> dict[str, int]:
     return {notice.slug: notice.count for notice in converted.notices}
 
 
-def replay(files: Sequence[NodeTable], groups: dict[str, list[int]]) -> list[int]:
+def replay(files: Sequence[NodeFrame], groups: dict[str, list[int]]) -> list[int]:
     """End of each rank in µs: one host operation, one computation, one communication of a rank at a time.
 
     Written for this test alone: a ready node of the smallest id goes first; a collective takes its recorded duration once all
@@ -381,10 +381,10 @@ class TestCommunication:
         assert [f.nodes["pg_name"].to_list() for f in files] == [[None, "1", "1"], [None], [None, "1", "1"]]
 
     def test_collectives_that_nobody_joined_are_joined_by_their_order(self, tmp_path: Path) -> None:
-        from traceloom.workload.chakra.generate import TransformerOptions, transformer, write_generated
+        from traceloom.workload.chakra.generate import TransformerOptions, generate_transformer, write_generated
         from traceloom.workload.chakra.graph_read import read_graph
 
-        files = write_generated(transformer(TransformerOptions(hidden=64)), tmp_path / "made")
+        files = write_generated(generate_transformer(TransformerOptions(hidden=64)), tmp_path / "made")
         converted = to_astra_sim(read_graph([path for path in files if path.suffix == ".et"]))
         before, after = (
             pl.concat([read_table(path).nodes for path in files if path.suffix == ".et"]).filter(pl.col("type") == 7)

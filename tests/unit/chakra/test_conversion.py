@@ -10,7 +10,13 @@ import pytest
 from support.small_graph import small_graph
 from support.workload import METADATA, collective, node, write_set
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.workload.chakra.convert import ConversionInput, form_of, open_messages, rank_files, write_messages
+from traceloom.workload.chakra.convert import (
+    ConversionInput,
+    detect_form,
+    find_rank_files,
+    open_messages,
+    write_messages,
+)
 from traceloom.workload.chakra.graph_read import read_graph
 from traceloom.workload.chakra.validate import validate
 
@@ -27,14 +33,14 @@ NODES = [node(1, us=5), node(2, deps=[1], us=7)]
     ],
 )  # fmt: skip
 def test_the_rank_of_a_file_is_the_number_before_its_ending(tmp_path: Path, name: str, rank: int | None) -> None:
-    form = form_of(Path(name))
-    write_messages(tmp_path / name, METADATA, NODES, form=form or "et")
+    form = detect_form(Path(name))
+    write_messages(tmp_path / name, METADATA, NODES, file_format=form or "et")
     if rank is None:
         with pytest.raises(InputError) as caught:
-            rank_files(tmp_path)
+            find_rank_files(tmp_path)
         assert caught.value.slug == "no-traces"
     else:
-        assert rank_files(tmp_path) == [(rank, tmp_path / name)]
+        assert find_rank_files(tmp_path) == [(rank, tmp_path / name)]
         assert ConversionInput(tmp_path / name).ranks == [rank]
     if form is not None:
         with ConversionInput(tmp_path / name) as alone:
@@ -70,7 +76,7 @@ def test_two_files_of_a_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_file_of_any_name_is_told_by_its_content(tmp_path: Path, form: str, ending: str, mark: bytes) -> None:
     path = tmp_path / f"workload{ending}"
-    write_messages(path, METADATA, NODES, form=form)  # type: ignore[arg-type]
+    write_messages(path, METADATA, NODES, file_format=form)  # type: ignore[arg-type]
     if form != "et":
         path.write_bytes(mark + path.read_bytes())
     with open_messages(path) as reader:

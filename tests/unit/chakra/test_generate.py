@@ -10,7 +10,7 @@ import pytest
 from traceloom.cli import main
 from traceloom.errors import UsageError
 from traceloom.formats.chakra.et_pb2 import NodeType
-from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.workload.chakra.generate import (
     ALGORITHMS,
     KINDS,
@@ -18,9 +18,9 @@ from traceloom.workload.chakra.generate import (
     Generated,
     PipelineOptions,
     TransformerOptions,
-    collectives,
-    pipeline,
-    transformer,
+    generate_collectives,
+    generate_pipeline,
+    generate_transformer,
     write_generated,
 )
 from traceloom.workload.chakra.validate import validate
@@ -55,14 +55,14 @@ def bytes_sent(algorithm: str, kind: str, n: int, size: int) -> int:
     return (2 if kind == "all_reduce" else 1) * (n - 1) * size
 
 
-def written(generated: Generated, home: Path) -> list[NodeTable]:
+def written(generated: Generated, home: Path) -> list[NodeFrame]:
     """Written, right for everybody, read again."""
     files = write_generated(generated, home / "set")
     assert validate(home / "set").problems == ()
     return [read_table(path) for path in files if path.suffix == ".et"]
 
 
-def last_end(files: list[NodeTable]) -> int:
+def last_end(files: list[NodeFrame]) -> int:
     """Longest path over all ranks in µs, where a message arrives as soon as it is sent."""
     nodes = {(r, row["id"]): row for r, t in enumerate(files) for row in t.nodes.rows(named=True)}
     before = {key: [] for key in nodes}
@@ -94,7 +94,7 @@ def last_end(files: list[NodeTable]) -> int:
 class TestCollectives:
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_kind_as_one_node(self, tmp_path: Path, kind: str) -> None:
-        generated = collectives(CollectiveOptions(kind, ranks=4, size=4096, compute_us=5))
+        generated = generate_collectives(CollectiveOptions(kind, ranks=4, size=4096, compute_us=5))
         files = written(generated, tmp_path)
         assert [len(f) for f in files] == [2] * 4
         assert generated.totals["comm_bytes"] == [0 if kind == "barrier" else 4096] * 4
@@ -103,34 +103,38 @@ class TestCollectives:
     @pytest.mark.parametrize(("algorithm", "kind"), MESSAGES)
     def test_algorithms_send_what_they_must(self, tmp_path: Path, algorithm: str, kind: str, ranks: int) -> None:
         size = 1001
-        generated = collectives(CollectiveOptions(kind, ranks=ranks, size=size, algorithm=algorithm, compute_us=1))
+        generated = generate_collectives(
+            CollectiveOptions(kind, ranks=ranks, size=size, algorithm=algorithm, compute_us=1)
+        )
         written(generated, tmp_path)
         assert generated.totals["messages"] == MESSAGES[algorithm, kind](ranks)
         assert sum(generated.totals["sent_bytes"]) == bytes_sent(algorithm, kind, ranks, size)
 
     def test_a_ring_sends_evenly(self) -> None:
-        sent = collectives(CollectiveOptions(ranks=8, size=1 << 20, algorithm="ring")).totals["sent_bytes"]
+        sent = generate_collectives(CollectiveOptions(ranks=8, size=1 << 20, algorithm="ring")).totals["sent_bytes"]
         assert sent == [2 * 7 * (1 << 20) // 8] * 8
 
     @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
     def test_messages_go_on_only_after_what_they_carry_has_come(self, tmp_path: Path, algorithm: str) -> None:
         ranks = 8
-        files = written(collectives(CollectiveOptions(ranks=ranks, algorithm=algorithm, compute_us=1)), tmp_path)
+        files = written(
+            generate_collectives(CollectiveOptions(ranks=ranks, algorithm=algorithm, compute_us=1)), tmp_path
+        )
         # Before it 1, then one for each message that is reduced; inner ranks of the two trees have two children each.
         depth = {"ring": 7, "direct": 7, "halving-doubling": 3, "tree": 3, "double-tree": 2 + 2 + 1, "two-level": 7}
         assert last_end(files) == 1 + depth[algorithm]
 
     def test_what_an_algorithm_cannot_do_is_refused(self) -> None:
         with pytest.raises(UsageError, match="no ring algorithm for gather"):
-            collectives(CollectiveOptions("gather", algorithm="ring"))
+            generate_collectives(CollectiveOptions("gather", algorithm="ring"))
         with pytest.raises(UsageError, match="fewer than one for each"):
-            collectives(CollectiveOptions(size=3, ranks=4))
+            generate_collectives(CollectiveOptions(size=3, ranks=4))
 
     def test_astra_sim_takes_what_it_knows(self, tmp_path: Path) -> None:
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            write_generated(collectives(CollectiveOptions(kind)), tmp_path / kind)
+            write_generated(generate_collectives(CollectiveOptions(kind)), tmp_path / kind)
             assert validate(tmp_path / kind, target="astra-sim").problems == ()
-        write_generated(collectives(CollectiveOptions(algorithm="ring", compute_us=3)), tmp_path / "ring")
+        write_generated(generate_collectives(CollectiveOptions(algorithm="ring", compute_us=3)), tmp_path / "ring")
         assert validate(tmp_path / "ring", target="astra-sim").problems == ()
 
 
@@ -138,15 +142,15 @@ class TestPipeline:
     @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
     @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 4), (4, 8), (5, 3)])
     def test_the_step_takes_what_is_known(self, tmp_path: Path, schedule: str, ranks: int, micro_batches: int) -> None:
-        generated = pipeline(PipelineOptions(ranks, micro_batches, schedule))
+        generated = generate_pipeline(PipelineOptions(ranks, micro_batches, schedule))
         files = written(generated, tmp_path)
         assert last_end(files) == generated.totals["step_us"] == (micro_batches + ranks - 1) * 300
         assert generated.totals["compute_us"] == [micro_batches * 300] * ranks
         assert validate(tmp_path / "set", target="astra-sim").problems == ()
 
     def test_1f1b_holds_fewer_micro_batches(self) -> None:
-        assert pipeline(PipelineOptions(4, 8, "1f1b")).totals["activations"] == [4, 3, 2, 1]
-        assert pipeline(PipelineOptions(4, 8, "gpipe")).totals["activations"] == [8, 8, 8, 8]
+        assert generate_pipeline(PipelineOptions(4, 8, "1f1b")).totals["activations"] == [4, 3, 2, 1]
+        assert generate_pipeline(PipelineOptions(4, 8, "gpipe")).totals["activations"] == [8, 8, 8, 8]
 
 
 class TestTransformer:
@@ -154,7 +158,7 @@ class TestTransformer:
         ("data", "tensor", "stages"), [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 2), (3, 1, 2), (1, 1, 1)]
     )
     def test_it_is_right_however_it_is_shared(self, tmp_path: Path, data: int, tensor: int, stages: int) -> None:
-        generated = transformer(TransformerOptions(data, tensor, stages, layers=4, hidden=64))
+        generated = generate_transformer(TransformerOptions(data, tensor, stages, layers=4, hidden=64))
         files = written(generated, tmp_path)
         assert len(files) == data * tensor * stages
         alone = ["one-rank"] if len(files) == 1 else []
@@ -162,7 +166,7 @@ class TestTransformer:
 
     def test_operations_do_not_depend_on_how_it_is_shared(self) -> None:
         def model(data: int, tensor: int, stages: int, micro_batches: int) -> int:
-            made = transformer(
+            made = generate_transformer(
                 TransformerOptions(data, tensor, stages, layers=4, hidden=64, micro_batches=micro_batches)
             )
             weights = 12 * 64**2 * 4
@@ -173,12 +177,12 @@ class TestTransformer:
         assert {model(1, 1, 1, 8), model(2, 1, 1, 4), model(1, 2, 2, 8), model(2, 2, 2, 4)} == {expected}
 
     def test_gradients_of_all_weights_are_reduced_once(self) -> None:
-        made = transformer(TransformerOptions(2, 1, 2, layers=4, hidden=64))
+        made = generate_transformer(TransformerOptions(2, 1, 2, layers=4, hidden=64))
         assert made.totals["collective_bytes"] == [{"all_reduce": 2 * 12 * 64**2 * 2}] * 4
 
     def test_what_cannot_be_shared_is_refused(self) -> None:
         with pytest.raises(UsageError, match="cannot be shared"):
-            transformer(TransformerOptions(layers=3))
+            generate_transformer(TransformerOptions(layers=3))
 
 
 class TestCommand:

@@ -16,10 +16,10 @@ from traceloom.workload.chakra.generate import (
     PipelineOptions,
     RankProgram,
     TransformerOptions,
-    collectives,
-    pipeline,
-    schedule_of,
-    transformer,
+    build_stage_schedule,
+    generate_collectives,
+    generate_pipeline,
+    generate_transformer,
 )
 from traceloom.workload.collective_algorithms import KINDS_OF
 
@@ -36,7 +36,7 @@ def one(kind: str, ranks: int, algorithm: str, compute_us: int = 0) -> list[Node
         pytest.skip("for powers of two")
     if algorithm == "two-level" and ranks % 8:
         pytest.skip("for whole hosts of 8")
-    return made(collectives(CollectiveOptions(kind, ranks, 1000, algorithm, compute_us)))
+    return made(generate_collectives(CollectiveOptions(kind, ranks, 1000, algorithm, compute_us)))
 
 
 def nodes_of(program: RankProgram) -> Nodes:
@@ -131,7 +131,7 @@ def test_the_last_node_waits_for_all_others(algorithm: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collective_of_one_node_follows_its_computation(kind: str) -> None:
     options = CollectiveOptions(kind, 3, 600, compute_us=4)
-    for nodes in made(collectives(options)):
+    for nodes in made(generate_collectives(options)):
         assert [n["after"] for n in nodes] == [[], [1]]
         assert [n["duration_us"] for n in nodes] == [4, 0]
         assert nodes[1]["comm_type"] == CollectiveCommType.Value(kind.upper())
@@ -142,7 +142,7 @@ def test_a_collective_of_one_node_follows_its_computation(kind: str) -> None:
 class TestRing:
     def test_pieces_of_an_all_reduce_of_three_go_round_twice(self) -> None:
         """10 bytes in parts of 3, 3 and 4: rank r first hands on part r, then what it has just reduced."""
-        nodes = made(collectives(CollectiveOptions("all_reduce", 3, 10, algorithm="ring")))
+        nodes = made(generate_collectives(CollectiveOptions("all_reduce", 3, 10, algorithm="ring")))
         pieces = [3, 3, 4]
         expected = Counter()
         for rank in range(3):
@@ -152,7 +152,7 @@ class TestRing:
         assert messages(nodes) == expected
 
     def test_a_reduce_scatter_leaves_each_rank_its_own_part(self) -> None:
-        nodes = made(collectives(CollectiveOptions("reduce_scatter", 3, 10, algorithm="ring")))
+        nodes = made(generate_collectives(CollectiveOptions("reduce_scatter", 3, 10, algorithm="ring")))
         for rank, of_rank in enumerate(nodes):
             last = [n for n in of_rank if n["type"] == RECEIVE][-1]
             assert last["comm_size"] == [3, 3, 4][rank]
@@ -160,17 +160,17 @@ class TestRing:
             assert first["comm_size"] == [4, 3, 3][rank]  # of its predecessor, which gets it last
 
     def test_an_all_gather_sends_whole_parts(self) -> None:
-        nodes = made(collectives(CollectiveOptions("all_gather", 4, 10, algorithm="ring")))
+        nodes = made(generate_collectives(CollectiveOptions("all_gather", 4, 10, algorithm="ring")))
         assert messages(nodes) == Counter({(r, (r + 1) % 4, tag, 10): 1 for r in range(4) for tag in range(3)})
 
     def test_a_broadcast_goes_round_once_and_ends_before_the_first(self) -> None:
-        nodes = made(collectives(CollectiveOptions("broadcast", 4, 10, algorithm="ring")))
+        nodes = made(generate_collectives(CollectiveOptions("broadcast", 4, 10, algorithm="ring")))
         assert messages(nodes) == Counter({(r, r + 1, r, 10): 1 for r in range(3)})
         for of_rank in nodes[1:3]:  # who is in the middle passes on what has come
             assert [(n["type"], n["after"]) for n in of_rank[:2]] == [(RECEIVE, []), (SEND, [1])]
 
     def test_each_step_sends_what_the_step_before_has_brought(self) -> None:
-        (nodes, *_) = made(collectives(CollectiveOptions("all_reduce", 3, 9, algorithm="ring", compute_us=7)))
+        (nodes, *_) = made(generate_collectives(CollectiveOptions("all_reduce", 3, 9, algorithm="ring", compute_us=7)))
         shown = [(n["name"], n["after"]) for n in nodes]
         assert shown == [
             ("compute", []),
@@ -188,14 +188,14 @@ class TestTree:
 
     @pytest.mark.parametrize(("kind", "up", "down"), [("reduce", 1, 0), ("broadcast", 0, 1), ("all_reduce", 1, 1)])
     def test_messages_go_along_a_binomial_tree(self, kind: str, up: int, down: int) -> None:
-        nodes = made(collectives(CollectiveOptions(kind, 6, 100, algorithm="tree")))
+        nodes = made(generate_collectives(CollectiveOptions(kind, 6, 100, algorithm="tree")))
         ways = Counter((source, to) for source, to, _, _ in messages(nodes).elements())
         assert ways == Counter([*self.UP] * up + [(to, source) for source, to in self.UP] * down)
         assert {size for *_, size in messages(nodes)} == {100}
 
     @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 9, 16])
     def test_nobody_is_further_from_the_root_than_the_tree_is_deep(self, ranks: int) -> None:
-        nodes = made(collectives(CollectiveOptions("reduce", ranks, 100, algorithm="tree")))
+        nodes = made(generate_collectives(CollectiveOptions("reduce", ranks, 100, algorithm="tree")))
         parent = {source: to for source, to, _, _ in messages(nodes)}
         assert set(parent) == set(range(1, ranks))
         for rank in range(1, ranks):
@@ -205,7 +205,7 @@ class TestTree:
             assert steps <= (ranks - 1).bit_length()
 
     def test_a_rank_sends_up_only_what_it_has_reduced(self) -> None:
-        ranks = made(collectives(CollectiveOptions("reduce", 4, 100, algorithm="tree", compute_us=3)))
+        ranks = made(generate_collectives(CollectiveOptions("reduce", 4, 100, algorithm="tree", compute_us=3)))
         assert [(n["name"], n["after"]) for n in ranks[2]] == [
             ("compute", []), ("receive from 3", [1]), ("reduce", [2]), ("send to 0", [1, 3]), ("end of reduce", [3, 4]),
         ]  # fmt: skip
@@ -215,12 +215,12 @@ class TestTree:
 
 class TestDirect:
     def test_parts_of_an_all_to_all_are_those_of_who_gets_them(self) -> None:
-        nodes = made(collectives(CollectiveOptions("all_to_all", 3, 10, algorithm="direct")))
+        nodes = made(generate_collectives(CollectiveOptions("all_to_all", 3, 10, algorithm="direct")))
         pieces = [3, 3, 4]
         assert messages(nodes) == Counter({(r, to, 0, pieces[to]): 1 for r in range(3) for to in range(3) if r != to})
 
     def test_an_all_reduce_scatters_then_gathers(self) -> None:
-        nodes = made(collectives(CollectiveOptions("all_reduce", 3, 10, algorithm="direct")))
+        nodes = made(generate_collectives(CollectiveOptions("all_reduce", 3, 10, algorithm="direct")))
         pieces = [3, 3, 4]
         pairs = [(r, to) for r in range(3) for to in range(3) if r != to]
         assert messages(nodes) == Counter(
@@ -228,13 +228,15 @@ class TestDirect:
         )
 
     def test_sends_do_not_wait_for_each_other(self) -> None:
-        for nodes in made(collectives(CollectiveOptions("all_to_all", 5, 100, algorithm="direct", compute_us=3))):
+        for nodes in made(
+            generate_collectives(CollectiveOptions("all_to_all", 5, 100, algorithm="direct", compute_us=3))
+        ):
             assert [n["after"] for n in nodes[1:9]] == [[1]] * 8
             assert nodes[-1]["after"] == list(range(2, 10))
 
     @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
     def test_a_rank_reduces_as_often_as_it_has_peers(self, kind: str) -> None:
-        for nodes in made(collectives(CollectiveOptions(kind, 5, 100, algorithm="direct", compute_us=3))):
+        for nodes in made(generate_collectives(CollectiveOptions(kind, 5, 100, algorithm="direct", compute_us=3))):
             assert [n["duration_us"] for n in nodes if n["name"] == "reduce"] == [4 * 3]
 
     @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ class TestDirect:
         ],
     )
     def test_the_root_exchanges_with_every_other_one(self, kind: str, outward: bool, sizes: list[int]) -> None:
-        nodes = made(collectives(CollectiveOptions(kind, 3, 10, algorithm="direct", compute_us=5)))
+        nodes = made(generate_collectives(CollectiveOptions(kind, 3, 10, algorithm="direct", compute_us=5)))
         expected = {((0, r) if outward else (r, 0)) + (0, sizes[r - 1]): 1 for r in (1, 2)}
         assert messages(nodes) == Counter(expected)
         reduced = [n["duration_us"] for n in nodes[0] if n["name"] == "reduce"]
@@ -260,20 +262,20 @@ def test_what_is_refused_names_what_there_is(algorithm: str, able: tuple[str, ..
     for kind in KINDS:
         options = CollectiveOptions(kind, 8, 100, algorithm=algorithm)
         if kind in able:
-            assert collectives(options).totals["messages"] > 0
+            assert generate_collectives(options).totals["messages"] > 0
         else:
             with pytest.raises(UsageError) as caught:
-                collectives(options)
+                generate_collectives(options)
             assert (caught.value.slug, caught.value.hint) == ("cannot-generate", f"it does {', '.join(able)}")
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(3, 4), (0, 2), (99, 100)])
 def test_a_byte_for_each_rank_is_the_least(size: int, ranks: int) -> None:
     with pytest.raises(UsageError) as caught:
-        collectives(CollectiveOptions("all_reduce", ranks, size))
+        generate_collectives(CollectiveOptions("all_reduce", ranks, size))
     assert caught.value.slug == "cannot-generate"
-    assert collectives(CollectiveOptions("all_reduce", ranks, ranks)).totals["comm_bytes"] == [ranks] * ranks
-    assert collectives(CollectiveOptions("barrier", ranks, size)).totals["comm_bytes"] == [0] * ranks
+    assert generate_collectives(CollectiveOptions("all_reduce", ranks, ranks)).totals["comm_bytes"] == [ranks] * ranks
+    assert generate_collectives(CollectiveOptions("barrier", ranks, size)).totals["comm_bytes"] == [0] * ranks
 
 
 def forward(*numbers: int) -> list[tuple[str, int]]:
@@ -290,18 +292,21 @@ class TestPipeline:
         ],
     )
     def test_1f1b_of_three_stages_and_four_micro_batches(self, stage: int, steps: str) -> None:
-        words = [f"{direction[0].upper()}{number}" for direction, number in schedule_of("1f1b", stage, 3, 4)]
+        words = [f"{direction[0].upper()}{number}" for direction, number in build_stage_schedule("1f1b", stage, 3, 4)]
         assert " ".join(words) == steps
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_gpipe_goes_all_forward_then_all_back(self, stage: int) -> None:
-        assert list(schedule_of("gpipe", stage, 3, 3)) == [*forward(0, 1, 2), *(("backward", k) for k in range(3))]
+        assert list(build_stage_schedule("gpipe", stage, 3, 3)) == [
+            *forward(0, 1, 2),
+            *(("backward", k) for k in range(3)),
+        ]
 
     @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
     @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (5, 2), (3, 3), (4, 9)])
     def test_every_micro_batch_goes_through_once_each_way(self, schedule: str, stages: int, micro_batches: int) -> None:
         for stage in range(stages):
-            steps = list(schedule_of(schedule, stage, stages, micro_batches))
+            steps = list(build_stage_schedule(schedule, stage, stages, micro_batches))
             assert Counter(steps) == Counter(
                 (direction, number) for direction in ("forward", "backward") for number in range(micro_batches)
             )
@@ -310,13 +315,13 @@ class TestPipeline:
             )
 
     def test_activations_go_on_and_gradients_come_back(self) -> None:
-        nodes = made(pipeline(PipelineOptions(3, 2, "1f1b", size=50)))
+        nodes = made(generate_pipeline(PipelineOptions(3, 2, "1f1b", size=50)))
         expected = {(s, s + 1, 2 * m, 50): 1 for s in range(2) for m in range(2)}
         expected |= {(s + 1, s, 2 * m + 1, 50): 1 for s in range(2) for m in range(2)}
         assert messages(nodes) == messages(nodes, RECEIVE) == Counter(expected)
 
     def test_a_stage_computes_what_has_come_and_sends_what_it_has_computed(self) -> None:
-        nodes = made(pipeline(PipelineOptions(3, 2, "1f1b")))[1]
+        nodes = made(generate_pipeline(PipelineOptions(3, 2, "1f1b")))[1]
         assert [(n["name"], n["after"]) for n in nodes] == [
             ("receive from 0", []), ("forward 0", [1]), ("send to 2", [2]),
             ("receive from 0", [1]), ("forward 1", [2, 4]), ("send to 2", [5]),
@@ -325,7 +330,7 @@ class TestPipeline:
         ]  # fmt: skip
 
     def test_what_is_known_is_what_the_formula_gives(self) -> None:
-        totals = pipeline(PipelineOptions(4, 6, "gpipe", 100)).totals
+        totals = generate_pipeline(PipelineOptions(4, 6, "gpipe", 100)).totals
         assert totals == {
             "step_us": (6 + 3) * 300,
             "bubble_us": 3 * 300,
@@ -336,7 +341,7 @@ class TestPipeline:
 
     @pytest.mark.parametrize(("stages", "micro_batches", "held"), [(4, 2, [2, 2, 2, 1]), (3, 1, [1, 1, 1])])
     def test_no_stage_holds_more_than_there_are(self, stages: int, micro_batches: int, held: list[int]) -> None:
-        assert pipeline(PipelineOptions(stages, micro_batches)).totals["activations"] == held
+        assert generate_pipeline(PipelineOptions(stages, micro_batches)).totals["activations"] == held
 
 
 SMALL = {"layers": 2, "hidden": 8, "micro_batches": 1}
@@ -348,7 +353,7 @@ class TestTransformer:
     SIZES = 2 * 256 + 2 * 16384, 2 * 512 + 2 * 16384  # weights, and activations read and written
 
     def test_one_rank_computes_its_layers_and_their_backward(self) -> None:
-        (nodes,) = made(transformer(TransformerOptions(1, 1, 1, **SMALL)))
+        (nodes,) = made(generate_transformer(TransformerOptions(1, 1, 1, **SMALL)))
         assert [n["name"] for n in nodes] == [
             "layer 0 attention forward 0", "layer 0 mlp forward 0", "layer 1 attention forward 0", "layer 1 mlp forward 0",
             "layer 1 mlp backward 0", "layer 1 attention backward 0", "layer 0 mlp backward 0", "layer 0 attention backward 0",
@@ -363,7 +368,7 @@ class TestTransformer:
         assert nodes[1]["duration_us"] == 1  # never less
 
     def test_tensor_parallel_ranks_share_weights_and_add_up_activations(self) -> None:
-        both = made(transformer(TransformerOptions(1, 2, 1, **SMALL)))
+        both = made(generate_transformer(TransformerOptions(1, 2, 1, **SMALL)))
         nodes = both[0]
         assert nodes == both[1]
         assert [n["type"] == NodeType.COMM_COLL_NODE for n in nodes] == [False, True] * 8 + [False]
@@ -373,7 +378,7 @@ class TestTransformer:
         assert nodes[-1]["num_ops"] == 12 * 1536 // 2
 
     def test_gradients_are_reduced_layer_by_layer_behind_the_last_backward(self) -> None:
-        nodes = made(transformer(TransformerOptions(2, 1, 1, **{**SMALL, "micro_batches": 2})))[0]
+        nodes = made(generate_transformer(TransformerOptions(2, 1, 1, **{**SMALL, "micro_batches": 2})))[0]
         reduced = [n for n in nodes if n["type"] == NodeType.COMM_COLL_NODE]
         assert [n["name"] for n in reduced] == ["layer 1 gradients", "layer 0 gradients"]
         names = {n["id"]: n["name"] for n in nodes}
@@ -388,7 +393,7 @@ class TestTransformer:
         assert {n["id"] for n in reduced} < set(nodes[-1]["after"])
 
     def test_groups_are_numbered_and_hold_who_stands_beside_whom(self) -> None:
-        generated = transformer(TransformerOptions(2, 2, 2, **SMALL))
+        generated = generate_transformer(TransformerOptions(2, 2, 2, **SMALL))
         members = sorted(generated.groups.values())
         assert members == [[0, 1], [0, 2], [1, 3], [2, 3], [4, 5], [4, 6], [5, 7], [6, 7]]
         assert sorted(generated.groups, key=int) == [str(number) for number in range(1, 9)]
@@ -397,7 +402,7 @@ class TestTransformer:
             assert used == {name for name, of_group in generated.groups.items() if rank in of_group}
 
     def test_stages_exchange_with_the_rank_of_the_same_place(self) -> None:
-        nodes = made(transformer(TransformerOptions(2, 2, 2, **SMALL)))
+        nodes = made(generate_transformer(TransformerOptions(2, 2, 2, **SMALL)))
         assert messages(nodes) == messages(nodes, RECEIVE)
         assert messages(nodes) == Counter(
             {(r, r + 4, 0, 16384): 1 for r in range(4)} | {(r + 4, r, 1, 16384): 1 for r in range(4)}
@@ -411,17 +416,17 @@ class TestTransformer:
         ],
     )
     def test_time_is_that_of_operations_or_of_memory(self, speed: dict[str, float], us: list[int]) -> None:
-        (nodes,) = made(transformer(TransformerOptions(1, 1, 1, **SMALL, **speed)))
+        (nodes,) = made(generate_transformer(TransformerOptions(1, 1, 1, **SMALL, **speed)))
         assert [n["duration_us"] for n in nodes[:2]] == us
 
     @pytest.mark.parametrize(("stages", "tensor"), [(3, 1), (1, 3), (4, 1)])
     def test_layers_and_widths_have_to_divide(self, stages: int, tensor: int) -> None:
         with pytest.raises(UsageError) as caught:
-            transformer(TransformerOptions(1, tensor, stages, **SMALL))
+            generate_transformer(TransformerOptions(1, tensor, stages, **SMALL))
         assert caught.value.slug == "cannot-generate"
 
     def test_totals_are_sums_over_the_nodes(self) -> None:
-        generated = transformer(TransformerOptions(2, 2, 2, **SMALL))
+        generated = generate_transformer(TransformerOptions(2, 2, 2, **SMALL))
         for rank, nodes in enumerate(made(generated)):
             totals = {name: numbers[rank] for name, numbers in generated.totals.items()}
             assert totals == {

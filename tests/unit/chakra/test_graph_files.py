@@ -13,8 +13,15 @@ from support.small_graph import small_graph
 from traceloom.errors import InputError, OutputError, UsageError
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
 from traceloom.formats.chakra.files import EtReader, write
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, empty_frame
-from traceloom.workload.chakra.graph_read import from_messages, groups, read_graph, to_messages, write_rank, write_ranks
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, make_empty_frame
+from traceloom.workload.chakra.graph_read import (
+    convert_from_messages,
+    convert_to_messages,
+    list_groups,
+    read_graph,
+    write_rank,
+    write_ranks,
+)
 
 
 def same(one: Graph, other: Graph) -> None:
@@ -37,7 +44,7 @@ def values(node: Node) -> dict[str, object]:
 
 
 def named(graph: Graph, name: str, rank: int = 0) -> Node:
-    return next(node for node in to_messages(graph, rank)[1] if node.name == name)
+    return next(node for node in convert_to_messages(graph, rank)[1] if node.name == name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -48,7 +55,7 @@ def test_a_graph_comes_back_as_it_was(tmp_path: Path, ranks: int) -> None:
     back = read_graph(files)
     same(graph, back)
     back.check()
-    same(graph, from_messages([to_messages(graph, rank) for rank in range(ranks)]))
+    same(graph, convert_from_messages([convert_to_messages(graph, rank) for rank in range(ranks)]))
 
 
 @pytest.mark.parametrize("name", ["a.et", "a.et.gz"])
@@ -60,8 +67,8 @@ def test_one_rank_goes_into_a_file(tmp_path: Path, name: str) -> None:
 
 def test_an_empty_graph_comes_back() -> None:
     ranks = pl.DataFrame([{"rank": 0, "host": "h"}], schema=GRAPH_SCHEMAS["ranks"])
-    graph = Graph(empty_frame("nodes"), empty_frame("edges"), ranks=ranks)
-    same(graph, from_messages([to_messages(graph, 0)]))
+    graph = Graph(make_empty_frame("nodes"), make_empty_frame("edges"), ranks=ranks)
+    same(graph, convert_from_messages([convert_to_messages(graph, 0)]))
 
 
 def test_missing_values_and_odd_rows_come_back() -> None:
@@ -73,7 +80,7 @@ def test_missing_values_and_odd_rows_come_back() -> None:
     nodes = graph.nodes.with_columns(step=pl.lit(-1, pl.Int32), correlation=pl.lit(2**63 - 1, pl.Int64))
     ops = graph.host_ops.with_columns(id=pl.lit(5, pl.Int64))  # ids are used twice in real host traces
     graph = replace(graph, communication=communication, transfers=transfers, nodes=nodes, host_ops=ops)
-    same(graph, from_messages([to_messages(graph, rank) for rank in (0, 1)]))
+    same(graph, convert_from_messages([convert_to_messages(graph, rank) for rank in (0, 1)]))
 
 
 def test_what_nobody_carries_comes_back() -> None:
@@ -90,7 +97,7 @@ def test_what_nobody_carries_comes_back() -> None:
         source=pl.lit(graph.nodes.height + 1, pl.UInt32), target=pl.lit(graph.nodes.height, pl.UInt32)
     )
     graph = replace(graph, nodes=pl.concat([graph.nodes, more]), edges=pl.concat([graph.edges, edge]))
-    same(graph, from_messages([to_messages(graph, 0)]))
+    same(graph, convert_from_messages([convert_to_messages(graph, 0)]))
 
 
 def test_some_ranks_alone_are_a_graph_with_a_notice(tmp_path: Path) -> None:
@@ -158,7 +165,7 @@ def test_a_receive_has_the_size_of_what_comes_out() -> None:
 
 def test_call_edges_are_control_dependencies_and_the_rest_data() -> None:
     graph = small_graph(1)
-    nodes = {node.id: node for node in to_messages(graph, 0)[1]}
+    nodes = {node.id: node for node in convert_to_messages(graph, 0)[1]}
     by_name = {node.name: node for node in nodes.values()}
     launch, copy_call = by_name["cudaLaunchKernel"], by_name["cudaMemcpyAsync"]
     assert list(launch.ctrl_deps) == [by_name["aten::mm"].id]
@@ -184,14 +191,14 @@ def test_what_follows_a_synchronisation_waits_for_the_work_it_awaited() -> None:
         source=last["node"], target=after["node"], kind=pl.lit("thread", GRAPH_SCHEMAS["edges"]["kind"])
     )
     graph = replace(graph, nodes=pl.concat([graph.nodes, after]), edges=pl.concat([graph.edges, edge]))
-    by_name = {node.name: node for node in to_messages(graph, 0)[1]}
+    by_name = {node.name: node for node in convert_to_messages(graph, 0)[1]}
     assert by_name["ncclDevKernel_SendRecv"].id in by_name["after"].data_deps
     assert by_name["cudaStreamSynchronize"].id in by_name["after"].data_deps
     assert by_name["ncclDevKernel_SendRecv"].id not in by_name["cudaStreamSynchronize"].data_deps
 
 
 def test_times_in_microseconds_add_up_along_a_chain() -> None:
-    nodes = list(to_messages(small_graph(1), 0)[1])
+    nodes = list(convert_to_messages(small_graph(1), 0)[1])
     exact = {node.id: values(node) for node in nodes if node.type != NodeType.METADATA_NODE}
     for node in nodes:
         if node.id in exact:
@@ -201,7 +208,7 @@ def test_times_in_microseconds_add_up_along_a_chain() -> None:
 
 def test_zero_length_points_are_no_nodes() -> None:
     graph = small_graph(2)
-    ids = {node.id for rank in (0, 1) for node in to_messages(graph, rank)[1]}
+    ids = {node.id for rank in (0, 1) for node in convert_to_messages(graph, rank)[1]}
     points = graph.nodes.filter(pl.col("kind").is_in(["origin", "rendezvous", "arrival"]))["node"]
     assert not ids & set(points.to_list())
 
@@ -210,7 +217,7 @@ def test_groups_stand_beside_the_files(tmp_path: Path) -> None:
     graph = small_graph(2)
     write_ranks(graph, tmp_path / "out")
     assert (tmp_path / "out" / "comm_groups.json").read_text() == '{\n "default_pg": [\n  0,\n  1\n ]\n}'
-    assert groups(graph) == {"default_pg": [0, 1]}
+    assert list_groups(graph) == {"default_pg": [0, 1]}
 
 
 def test_several_ranks_do_not_go_into_one_file(tmp_path: Path) -> None:
@@ -250,7 +257,7 @@ def test_files_of_different_graphs_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attribute", ["edges", "kind", "duration_ns", "carried"])
 def test_a_graph_whose_attributes_were_changed_is_refused(tmp_path: Path, attribute: str) -> None:
-    metadata, nodes = to_messages(small_graph(1), 0)
+    metadata, nodes = convert_to_messages(small_graph(1), 0)
     changed = list(nodes)
     for node in changed:
         for held in node.attr:
@@ -266,19 +273,19 @@ def test_a_graph_whose_attributes_were_changed_is_refused(tmp_path: Path, attrib
 
 
 def test_a_lane_that_cannot_be_is_refused() -> None:
-    metadata, nodes = to_messages(small_graph(1), 0)
+    metadata, nodes = convert_to_messages(small_graph(1), 0)
     changed = list(nodes)
     next(a for a in changed[0].attr if a.name == "lane").int64_val = -7
     with pytest.raises(InputError) as caught:
-        from_messages([(metadata, changed)])
+        convert_from_messages([(metadata, changed)])
     assert caught.value.slug == "chakra-damaged"
 
 
 def test_another_version_is_refused() -> None:
-    metadata, nodes = to_messages(small_graph(1), 0)
+    metadata, nodes = convert_to_messages(small_graph(1), 0)
     next(a for a in metadata.attr if a.name == "schema_version").int64_val = 2
     with pytest.raises(InputError) as caught:
-        from_messages([(metadata, nodes)])
+        convert_from_messages([(metadata, nodes)])
     assert caught.value.slug == "other-version"
 
 
@@ -293,17 +300,17 @@ def test_another_version_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_metadata_of_a_graph_that_somebody_changed_is_damage(name: str, value: str | int) -> None:
-    metadata, nodes = to_messages(small_graph(1), 0)
+    metadata, nodes = convert_to_messages(small_graph(1), 0)
     changed = next(a for a in metadata.attr if a.name == name)
     setattr(changed, "string_val" if isinstance(value, str) else "int64_val", value)
     with pytest.raises(InputError) as caught:
-        from_messages([(metadata, nodes)])
+        convert_from_messages([(metadata, nodes)])
     assert caught.value.slug == "chakra-damaged"
     assert "\n" not in str(caught.value)
 
 
 def foreign(*nodes: Node) -> Graph:
-    graph = from_messages([(GlobalMetadata(version="0.0.4"), nodes)])
+    graph = convert_from_messages([(GlobalMetadata(version="0.0.4"), nodes)])
     graph.check()
     return graph
 

@@ -13,15 +13,15 @@ from traceloom.errors import InputError, OutputError
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
 from traceloom.workload.chakra.convert import (
     ConversionInput,
-    Isolated,
-    isolate,
-    metadata_of_side,
+    SeparatedSide,
+    build_side_metadata,
     open_messages,
-    remaining,
-    shape,
+    read_shape,
+    select_remaining,
+    separate_side,
     write_messages,
 )
-from traceloom.workload.chakra.graph_read import blocks_of
+from traceloom.workload.chakra.graph_read import build_blocks
 
 COMMUNICATION = {NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE}
 
@@ -30,12 +30,12 @@ def copied(nodes: list[Node]) -> list[Node]:
     return [Node.FromString(each.SerializeToString()) for each in nodes]
 
 
-def isolated(nodes: list[Node], side: str) -> Isolated:
-    return isolate(shape(blocks_of(nodes), "made"), side, "made")  # type: ignore[arg-type]
+def isolated(nodes: list[Node], side: str) -> SeparatedSide:
+    return separate_side(read_shape(build_blocks(nodes), "made"), side, "made")  # type: ignore[arg-type]
 
 
 def left(nodes: list[Node], side: str = "communication") -> dict[int, Node]:
-    return {each.id: each for each in remaining(iter(copied(nodes)), isolated(nodes, side))}
+    return {each.id: each for each in select_remaining(iter(copied(nodes)), isolated(nodes, side))}
 
 
 def awaited(nodes: dict[int, Node], member: str = "data_deps") -> dict[int, list[int]]:
@@ -198,7 +198,7 @@ class TestMetadata:
         metadata = GlobalMetadata(version="9")
         metadata.attr.extend([attribute("schema", "feeder JSON"), attribute("rank", 3)])
         before = metadata.SerializeToString()
-        made = metadata_of_side(metadata, "communication")
+        made = build_side_metadata(metadata, "communication")
         assert made.version == "9"
         assert [(a.name, a.string_val or a.int64_val) for a in made.attr] == [
             ("schema", "feeder JSON"), ("rank", 3), ("only", "communication"),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from traceloom.errors import InputError
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
-from traceloom.workload.chakra.convert import isolate, metadata_of_side, remaining, shape
-from traceloom.workload.chakra.graph_read import blocks_of
+from traceloom.workload.chakra.convert import build_side_metadata, read_shape, select_remaining, separate_side
+from traceloom.workload.chakra.graph_read import build_blocks
 
 COMM, COMP = NodeType.COMM_COLL_NODE, NodeType.COMP_NODE
 
@@ -21,8 +21,8 @@ def node(number: int, kind: NodeType.ValueType, *needs: int, control: tuple[int,
 
 
 def side(nodes: list[Node], wanted: str = "communication") -> dict[int, Node]:
-    result = isolate(shape(blocks_of(nodes), "made"), wanted, "made")  # type: ignore[arg-type]
-    return {left.id: left for left in remaining((Node.FromString(n.SerializeToString()) for n in nodes), result)}
+    result = separate_side(read_shape(build_blocks(nodes), "made"), wanted, "made")  # type: ignore[arg-type]
+    return {left.id: left for left in select_remaining((Node.FromString(n.SerializeToString()) for n in nodes), result)}
 
 
 def ancestors(nodes: dict[int, Node], number: int, name: str = "data_deps") -> set[int]:
@@ -96,7 +96,7 @@ def test_a_circle_is_refused() -> None:
 
 def test_a_circle_of_control_is_left_out_with_a_notice() -> None:
     nodes = [node(1, COMM, control=(2,)), node(2, COMM, 1, 99, control=(1,))]
-    result = isolate(shape(blocks_of(nodes), "made"), "communication", "made")
+    result = separate_side(read_shape(build_blocks(nodes), "made"), "communication", "made")
     assert [notice.slug for notice in result.notices] == ["chakra-dangling", "chakra-control-circle"]
     assert {number: list(n.data_deps) for number, n in side(nodes).items()} == {1: [], 2: [1]}
 
@@ -105,7 +105,7 @@ def test_the_metadata_names_the_side_and_is_no_graph_any_more() -> None:
     metadata = GlobalMetadata(version="1")
     metadata.attr.add(name="schema", string_val="traceloom-graph")
     metadata.attr.add(name="pid", int64_val=3)
-    assert [a.name for a in metadata_of_side(metadata, "compute").attr] == ["pid", "only"]
+    assert [a.name for a in build_side_metadata(metadata, "compute").attr] == ["pid", "only"]
 
 
 @st.composite

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToJson
 
 from traceloom.errors import InputError
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
-from traceloom.workload.chakra.convert import open_messages, rank_files, write_messages
+from traceloom.workload.chakra.convert import find_rank_files, open_messages, write_messages
 
 METADATA = GlobalMetadata(version="1.0.0")
 
@@ -205,16 +205,16 @@ def test_a_name_without_ending_is_told_by_content(tmp_path: Path) -> None:
 def test_files_of_ranks_are_found_by_their_numbers(tmp_path: Path) -> None:
     for name in ("w.10.et", "w.2.et.gz", "w.0.json", "notes.txt", "w.et", "comm_groups.json"):
         (tmp_path / name).touch()
-    assert [(rank, path.name) for rank, path in rank_files(tmp_path)] == [
+    assert [(rank, path.name) for rank, path in find_rank_files(tmp_path)] == [
         (0, "w.0.json"),
         (2, "w.2.et.gz"),
         (10, "w.10.et"),
     ]
     (tmp_path / "v.2.et").touch()
     with pytest.raises(InputError) as caught:
-        rank_files(tmp_path)
+        find_rank_files(tmp_path)
     assert caught.value.slug == "chakra-mixed"
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError) as caught:
-        rank_files(tmp_path / "empty")
+        find_rank_files(tmp_path / "empty")
     assert caught.value.slug == "no-traces"

@@ -13,7 +13,7 @@ from google.protobuf.json_format import MessageToDict
 
 from traceloom.errors import InputError
 from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, Node, NodeType
-from traceloom.formats.chakra.json import from_feeder, from_object, to_object
+from traceloom.formats.chakra.json import build_feeder_node, build_message, convert_to_object
 
 WIDE = 2**53  # beyond it, a number is a text
 # kind -> (value, how it stands in JSON), at the limits of each
@@ -62,12 +62,12 @@ def with_value(member: str, value: Any) -> Node:
 
 def back(value: Any, kind: type = Node) -> Any:
     """The message of what a JSON reader makes of the text that a JSON writer makes."""
-    return from_object(json.loads(json.dumps(value)), kind, "here")
+    return build_message(json.loads(json.dumps(value)), kind, "here")
 
 
 def refused(value: Any, kind: type = Node) -> str:
     with pytest.raises(InputError) as caught:
-        from_object(value, kind, "file, node 3")
+        build_message(value, kind, "file, node 3")
     assert (caught.value.slug, caught.value.where) == ("chakra-json", "file, node 3")
     return caught.value.message
 
@@ -84,7 +84,7 @@ def test_every_type_of_the_schema_is_here() -> None:
 @pytest.mark.parametrize(("kind", "value", "shown"), EACH)
 def test_a_value_stands_as_it_is_read(kind: str, value: Any, shown: Any) -> None:
     node = with_value(f"{kind}_val", value)
-    made = to_object(node)
+    made = convert_to_object(node)
     assert made == attributed(**{f"{kind}_val": shown})
     assert type(made["attr"][0][f"{kind}_val"]) is type(shown)
     assert back(made).SerializeToString() == node.SerializeToString()
@@ -94,15 +94,15 @@ def test_a_value_stands_as_it_is_read(kind: str, value: Any, shown: Any) -> None
 def test_lists_hold_their_values_in_order(kind: str) -> None:
     values, shown = zip(*VALUES[kind], strict=True)
     node = with_value(f"{kind}_list", [*values, *values[::-1]])
-    assert to_object(node) == attributed(**{f"{kind}_list": [*shown, *shown[::-1]]})
-    assert back(to_object(node)) == node
+    assert convert_to_object(node) == attributed(**{f"{kind}_list": [*shown, *shown[::-1]]})
+    assert back(convert_to_object(node)) == node
 
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_an_empty_list_is_a_value_and_no_value_is_none(kind: str) -> None:
     node = with_value(f"{kind}_list", [])
-    assert to_object(node) == attributed(**{f"{kind}_list": []})
-    assert back(to_object(node)).attr[0].WhichOneof("value") == f"{kind}_list"
+    assert convert_to_object(node) == attributed(**{f"{kind}_list": []})
+    assert back(convert_to_object(node)).attr[0].WhichOneof("value") == f"{kind}_list"
     assert back(attributed()).attr[0].WhichOneof("value") is None
 
 
@@ -146,8 +146,8 @@ def test_a_nan_keeps_its_bits(bits: str) -> None:
     (number,) = struct.unpack(">d", bytes.fromhex(bits))
     node = with_value("double_val", number)
     shown = "NaN" if bits == "7ff8000000000000" else f"NaN:{bits}"
-    assert to_object(node) == attributed(double_val=shown)
-    assert struct.pack(">d", back(to_object(node)).attr[0].double_val).hex() == bits
+    assert convert_to_object(node) == attributed(double_val=shown)
+    assert struct.pack(">d", back(convert_to_object(node)).attr[0].double_val).hex() == bits
 
 
 @pytest.mark.parametrize(
@@ -211,23 +211,23 @@ def test_an_object_that_is_no_metadata_is_refused(value: Any) -> None:
 
 
 def test_what_is_absent_stays_absent() -> None:
-    assert to_object(Node()) == to_object(GlobalMetadata()) == {}
+    assert convert_to_object(Node()) == convert_to_object(GlobalMetadata()) == {}
     assert back({}) == Node()
     assert back({}, GlobalMetadata) == GlobalMetadata()
     node = Node()
     node.inputs.SetInParent()
-    assert to_object(node) == {"inputs": {}}
+    assert convert_to_object(node) == {"inputs": {}}
     assert back({"inputs": {}}) == node != Node()
     node = Node()
     node.attr.add()
-    assert to_object(node) == {"attr": [{}]}
+    assert convert_to_object(node) == {"attr": [{}]}
     assert back({"attr": [{}]}) == node
 
 
 @pytest.mark.parametrize("number", range(10))
 def test_a_type_is_named_where_it_has_a_name(number: int) -> None:
     name = {value: name for name, value in NodeType.items()}.get(number)
-    assert to_object(Node(type=number)) == ({"type": name or number} if number else {})
+    assert convert_to_object(Node(type=number)) == ({"type": name or number} if number else {})
     for spelled in (number, str(number), *([name] if name else [])):
         assert back({"type": spelled}).type == number
 
@@ -239,7 +239,7 @@ def test_every_field_of_a_node_in_both_spellings() -> None:
     )  # fmt: skip
     node.inputs.values, node.inputs.shapes, node.outputs.types = "[1]", "[[2]]", "['f']"
     node.attr.add(name="x", doc_string="why", int32_val=-3)
-    made = to_object(node)
+    made = convert_to_object(node)
     assert made == {
         "id": "18446744073709551615", "name": "n", "type": "COMM_SEND_NODE", "ctrl_deps": [0, str(WIDE + 1)], "data_deps": [5],
         "start_time_micros": str(WIDE + 2), "duration_micros": 9, "inputs": {"values": "[1]", "shapes": "[[2]]"},
@@ -265,8 +265,8 @@ class TestFieldsThatTheSchemaDoesNotHave:
     def test_they_stand_as_their_bytes(self, field: bytes) -> None:
         node = Node(id=4)
         node.MergeFromString(field)
-        assert to_object(node) == {"id": 4, "unknown_fields": base64.b64encode(field).decode()}
-        assert back(to_object(node)).SerializeToString() == node.SerializeToString()
+        assert convert_to_object(node) == {"id": 4, "unknown_fields": base64.b64encode(field).decode()}
+        assert back(convert_to_object(node)).SerializeToString() == node.SerializeToString()
 
     def test_they_stay_where_they_were(self) -> None:
         node = with_value("int64_list", [1])
@@ -274,7 +274,7 @@ class TestFieldsThatTheSchemaDoesNotHave:
         node.attr[0].MergeFromString(self.VARINT)
         node.attr[0].int64_list.MergeFromString(self.FIXED32)
         node.attr.add(name="plain", bool_val=True)
-        made = to_object(node)
+        made = convert_to_object(node)
         shown = {
             name: base64.b64encode(data).decode() for name, data in vars(type(self)).items() if isinstance(data, bytes)
         }
@@ -294,7 +294,7 @@ class TestFieldsThatTheSchemaDoesNotHave:
         metadata = GlobalMetadata(version="9")
         metadata.MergeFromString(self.TEXT)
         metadata.attr.add(name="k", uint64_val=1).MergeFromString(self.VARINT)
-        assert back(to_object(metadata), GlobalMetadata).SerializeToString() == metadata.SerializeToString()
+        assert back(convert_to_object(metadata), GlobalMetadata).SerializeToString() == metadata.SerializeToString()
 
 
 class TestFeeder:
@@ -303,7 +303,7 @@ class TestFeeder:
             "Id": 3, "Name": "r", "NodeType": 7, "runtime": 12, "ctrlDeps": [1], "data_deps": [1, 2], "comm_type": "REDUCE_SCATTER",
             "comm_size": 2**40, "comm_priority": 1, "tensor_size": 8, "comm_src": 0, "comm_dst": 1, "comm_tag": 5, "is_cpu_op": 0,
         }  # fmt: skip
-        node = from_feeder(fed, "here")
+        node = build_feeder_node(fed, "here")
         assert (node.id, node.name, node.type, node.duration_micros) == (3, "r", NodeType.COMM_COLL_NODE, 12)
         assert (list(node.ctrl_deps), list(node.data_deps)) == ([1], [1, 2])
         held = {a.name: (a.WhichOneof("value"), getattr(a, a.WhichOneof("value"))) for a in node.attr}
@@ -315,19 +315,21 @@ class TestFeeder:
 
     @pytest.mark.parametrize(("value", "expected"), [(0, False), (1, True), (2, True), (True, True), (False, False)])
     def test_a_flag_is_a_number_or_a_truth_value(self, value: Any, expected: bool) -> None:
-        assert from_feeder({"is_cpu_op": value}, "here").attr[0].bool_val is expected
+        assert build_feeder_node({"is_cpu_op": value}, "here").attr[0].bool_val is expected
 
     @pytest.mark.parametrize("name", sorted(dict(CollectiveCommType.items())))
     def test_a_collective_is_named_or_numbered(self, name: str) -> None:
         number = CollectiveCommType.Value(name)
-        assert [from_feeder({"comm_type": kind}, "here").attr[0].int64_val for kind in (name, number)] == [number] * 2
+        assert [build_feeder_node({"comm_type": kind}, "here").attr[0].int64_val for kind in (name, number)] == [
+            number
+        ] * 2
 
     @pytest.mark.parametrize(
         ("value", "shown"),
         [("text", "text"), (3, "3"), (1.5, "1.5"), (None, "None"), ([1, "a"], "[1, 'a']"), ({}, "{}")],
     )
     def test_other_keys_become_texts(self, value: Any, shown: str) -> None:
-        (attribute,) = from_feeder({"other": value}, "here").attr
+        (attribute,) = build_feeder_node({"other": value}, "here").attr
         assert (attribute.name, attribute.string_val) == ("other", shown)
 
     @pytest.mark.parametrize(
@@ -341,6 +343,6 @@ class TestFeeder:
     )  # fmt: skip
     def test_what_does_not_fit_is_refused_with_its_place(self, value: Any, words: str) -> None:
         with pytest.raises(InputError) as caught:
-            from_feeder(value, "file, node 3")
+            build_feeder_node(value, "file, node 3")
         assert (caught.value.slug, caught.value.where) == ("chakra-json", "file, node 3")
         assert words in caught.value.message

@@ -15,7 +15,7 @@ from traceloom.graph import Plan, calibrate
 from traceloom.graph.graph import Graph
 from traceloom.graph.rank import link_rank
 from traceloom.workload.chakra.convert import ConversionInput, Side, open_messages
-from traceloom.workload.chakra.graph_read import read_graph, to_messages, write_rank
+from traceloom.workload.chakra.graph_read import convert_to_messages, read_graph, write_rank
 from traceloom.workload.chakra.validate import validate
 
 SEEDS = (0, 3, 6)
@@ -68,7 +68,7 @@ def test_a_file_that_goes_through_every_form_is_the_same_at_the_end(seed: int, t
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nodes_have_the_times_and_kinds_of_the_graph(seed: int) -> None:
     graph = graph_of(seed)
-    metadata, nodes = to_messages(graph, 0)
+    metadata, nodes = convert_to_messages(graph, 0)
     assert metadata.version
     made = list(nodes)
     lasting = graph.nodes.filter(~pl.col("kind").is_in(["origin", "rendezvous", "arrival"]))
@@ -104,7 +104,7 @@ def behind(waits: dict[int, set[int]]) -> dict[int, set[int]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whoever_waits_for_an_end_in_the_graph_waits_for_it_in_the_file(seed: int) -> None:
     graph = graph_of(seed)
-    _, nodes = to_messages(graph, 0)
+    _, nodes = convert_to_messages(graph, 0)
     written = {each.id: each for each in nodes}
     in_file = behind({each.id: {*each.data_deps, *each.ctrl_deps} for each in written.values()})
     by_place = sorted(written)

@@ -11,12 +11,12 @@ import pytest
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import InputError
 from traceloom.formats.chakra import nodes
-from traceloom.formats.chakra.nodes import NodeTable, Workload, places, read_table, read_tables, read_workload
-from traceloom.workload.chakra.graph_read import concatenated, read_graph
+from traceloom.formats.chakra.nodes import NodeFrame, Workload, find_file_sets, read_table, read_tables, read_workload
+from traceloom.workload.chakra.graph_read import concatenate_graphs, read_graph
 from traceloom.workload.chakra.validate import validate
 
 
-def as_read(table: NodeTable) -> list[object]:
+def as_read(table: NodeFrame) -> list[object]:
     """All that a table says."""
     arrays = [(part.row.tolist(), part.id.tolist()) for part in (table.data, table.control, table.added)]
     frames = [table.nodes.rows(), table.nodes.schema, table.odd.rows(), table.odd.schema]
@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> list[Path]:
 def test_files_that_are_read_together_are_as_each_alone(
     files: list[Path], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_MOST", most)
+    monkeypatch.setattr(nodes, "_MAX_BATCH_BYTES", most)
     assert [as_read(table) for table in read_tables(files)] == [as_read(read_table(path)) for path in files]
     backwards = files[::-1]
     assert [as_read(table) for table in read_tables(backwards)] == [as_read(read_table(path)) for path in backwards]
@@ -94,7 +94,7 @@ def test_nothing_is_no_table() -> None:
 
 
 def workload(home: Path) -> Workload:
-    return read_workload(places([home])[0])
+    return read_workload(find_file_sets([home])[0])
 
 
 def test_the_nodes_of_a_workload_are_those_of_its_files_with_their_places(files: list[Path]) -> None:
@@ -147,7 +147,7 @@ def test_small_files_give_together_what_they_give_alone(tmp_path: Path) -> None:
     )
     paths = sorted(home.iterdir())
     together = read_graph(paths)
-    alone = concatenated([read_graph([path], ranks=[rank]) for rank, path in enumerate(paths)], together.name)
+    alone = concatenate_graphs([read_graph([path], ranks=[rank]) for rank, path in enumerate(paths)], together.name)
     for name, frame in alone.frames().items():
         assert together.frames()[name].equals(frame), name
     together.check_columns()

@@ -11,7 +11,7 @@ from support.small_graph import small_graph
 from traceloom.formats.chakra.files import EtReader, EtWriter, write_with
 from traceloom.graph.graph import STAGES
 from traceloom.workload.chakra.astra_sim import to_astra_sim
-from traceloom.workload.chakra.generate import PipelineOptions, pipeline, write_generated
+from traceloom.workload.chakra.generate import PipelineOptions, generate_pipeline, write_generated
 from traceloom.workload.chakra.graph_read import read_graph, write_ranks
 
 
@@ -20,7 +20,7 @@ def _files(paths: list[Path]) -> list[Path]:
 
 
 def test_a_generated_workload_is_the_model_as_written(tmp_path: Path) -> None:
-    paths = write_generated(pipeline(PipelineOptions(ranks=2)), tmp_path / "made")
+    paths = write_generated(generate_pipeline(PipelineOptions(ranks=2)), tmp_path / "made")
     assert read_graph(_files(paths)).stage == "pre-transformed"
 
 
@@ -32,7 +32,7 @@ def test_the_stage_survives_files_and_targets(tmp_path: Path, stage: str) -> Non
 
 
 def test_files_that_say_nothing_or_nonsense_count_as_recorded(tmp_path: Path) -> None:
-    paths = _files(write_generated(pipeline(PipelineOptions(ranks=2)), tmp_path / "made"))
+    paths = _files(write_generated(generate_pipeline(PipelineOptions(ranks=2)), tmp_path / "made"))
     with EtReader(paths[0]) as reader:
         metadata, nodes = reader.metadata, list(reader)
     for attribute in metadata.attr:

@@ -12,7 +12,7 @@ import pytest
 
 from traceloom.errors import InputError, OutputError
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
-from traceloom.formats.chakra.files import EtReader, length_prefix, write
+from traceloom.formats.chakra.files import EtReader, encode_length, write
 
 METADATA = GlobalMetadata(version="1.0.0")
 
@@ -249,8 +249,8 @@ def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("traceloom.system.gzip_stream.GzipStream.BOMB_BYTES", 1 << 22)
     path = tmp_path / "a.et.gz"
     metadata = METADATA.SerializeToString()
-    node = length_prefix(1 << 24) + bytes(1 << 24)
-    path.write_bytes(gzip.compress(length_prefix(len(metadata)) + metadata + node))
+    node = encode_length(1 << 24) + bytes(1 << 24)
+    path.write_bytes(gzip.compress(encode_length(len(metadata)) + metadata + node))
     assert refused(path).slug == "gzip-bomb"
 
 

@@ -350,7 +350,7 @@ def test_random_orders_are_settled_as_a_plain_search_settles_them() -> None:
 
     import numpy as np
 
-    from traceloom.workload.chakra.check_files import Arcs, circles, settle
+    from traceloom.workload.chakra.check_files import Arcs, find_cycles, sort_topologically
 
     chance = random.Random(7)
     for _ in range(300):
@@ -358,14 +358,14 @@ def test_random_orders_are_settled_as_a_plain_search_settles_them() -> None:
         pairs = {(chance.randrange(count), chance.randrange(count)) for _ in range(chance.randint(0, 16))}
         pairs = {(a, b) for a, b in pairs if a != b}
         arcs = Arcs(np.array([a for a, _ in pairs], dtype=np.int64), np.array([b for _, b in pairs], dtype=np.int64))
-        settled = settle(count, arcs, np.arange(count))
+        settled = sort_topologically(count, arcs, np.arange(count))
         done: set[int] = set()
         while new := {n for n in range(count) if n not in done and all(a in done for a, b in pairs if b == n)}:
             done |= new
         assert set(settled.order.tolist()) == done
         place = {row: at for at, row in enumerate(settled.order.tolist())}
         assert all(place[a] < place[b] for a, b in pairs if b in place)
-        rings = circles(arcs, settled.stuck)
+        rings = find_cycles(arcs, settled.stuck)
         assert bool(rings) == (len(done) < count)
         for ring in rings:
             assert all((after, before) in pairs for before, after in zip(ring, [*ring[1:], ring[0]], strict=True))

@@ -11,7 +11,7 @@ import pytest
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import InputError
 from traceloom.formats.chakra.et_pb2 import Node, NodeType
-from traceloom.formats.chakra.files import group_text, read_groups
+from traceloom.formats.chakra.files import format_groups, read_groups
 from traceloom.workload.chakra.validate import validate
 from traceloom.workload.chakra.validation_rules import Problem, Target
 
@@ -275,7 +275,7 @@ def test_what_is_no_group_file_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_group_file_that_is_written_is_read_again(tmp_path: Path) -> None:
     groups = {"1": (0, 1), 'größe "x"': (3,), "": ()}
-    (tmp_path / "groups.json").write_text(group_text(groups))
+    (tmp_path / "groups.json").write_text(format_groups(groups))
     assert read_groups(tmp_path / "groups.json").members == groups
     with pytest.raises(InputError):
         read_groups(tmp_path)

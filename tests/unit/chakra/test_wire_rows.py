@@ -11,7 +11,7 @@ import pytest
 from traceloom.errors import InputError
 from traceloom.formats.chakra import encode
 from traceloom.formats.chakra.et_pb2 import AttributeProto, Node
-from traceloom.formats.chakra.files import Cut, blocks, length_prefix
+from traceloom.formats.chakra.files import IncompleteTail, encode_length, read_blocks
 
 
 def varint(number: int) -> bytes:
@@ -24,11 +24,13 @@ def varint(number: int) -> bytes:
             return bytes(out)
 
 
-def rows(values: list[bytes]) -> encode.Rows:
-    return encode.Rows(np.frombuffer(b"".join(values), np.uint8), np.array([len(value) for value in values], np.int64))
+def rows(values: list[bytes]) -> encode.ByteRows:
+    return encode.ByteRows(
+        np.frombuffer(b"".join(values), np.uint8), np.array([len(value) for value in values], np.int64)
+    )
 
 
-def bytes_of(table: encode.Rows) -> list[bytes]:
+def bytes_of(table: encode.ByteRows) -> list[bytes]:
     ends = np.cumsum(table.lengths).tolist()
     assert (ends[-1] if ends else 0) == len(table.data)
     data = table.data.tobytes()
@@ -44,11 +46,14 @@ NUMBERS = sorted({sign * (1 << bit) + off for bit in range(63) for off in (-1, 0
 
 def test_varints_of_every_length() -> None:
     values = np.array(NUMBERS, np.int64)
-    assert bytes_of(encode.varints(values)) == [varint(number) for number in NUMBERS]
-    assert encode.varint_lengths(values.view(np.uint64)).tolist() == [len(varint(number)) for number in NUMBERS]
-    assert bytes_of(encode.varints(np.array([2**64 - 1, 2**63], np.uint64))) == [varint(2**64 - 1), varint(2**63)]
-    assert len(encode.varints(np.zeros(0, np.int64))) == 0
-    assert encode.zigzag(values).view(np.uint64).tolist() == [
+    assert bytes_of(encode.encode_varints(values)) == [varint(number) for number in NUMBERS]
+    assert encode.count_varint_bytes(values.view(np.uint64)).tolist() == [len(varint(number)) for number in NUMBERS]
+    assert bytes_of(encode.encode_varints(np.array([2**64 - 1, 2**63], np.uint64))) == [
+        varint(2**64 - 1),
+        varint(2**63),
+    ]
+    assert len(encode.encode_varints(np.zeros(0, np.int64))) == 0
+    assert encode.encode_zigzag(values).view(np.uint64).tolist() == [
         2 * number if number >= 0 else -2 * number - 1 for number in NUMBERS
     ]
 
@@ -59,9 +64,13 @@ def test_parts_are_joined_row_by_row(count: int, most: int) -> None:
     chance = random.Random(count + most)
     parts = [pieces(chance, count, most) for _ in range(4)] + [[b"ab"] * count, [b""] * count]
     expected = [b"".join(row) for row in zip(*parts, strict=True)]
-    assert bytes_of(encode.joined([rows(part) for part in parts])) == expected
-    assert encode.render_page([rows(part) for part in parts]) == b"".join(varint(len(row)) + row for row in expected)
-    assert bytes_of(encode.joined([encode.nothing(count), encode.nothing(count)])) == [b""] * count
+    assert bytes_of(encode.join_columns([rows(part) for part in parts])) == expected
+    assert encode.encode_messages([rows(part) for part in parts]) == b"".join(
+        varint(len(row)) + row for row in expected
+    )
+    assert (
+        bytes_of(encode.join_columns([encode.build_empty_rows(count), encode.build_empty_rows(count)])) == [b""] * count
+    )
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -69,37 +78,37 @@ def test_rows_are_picked_gathered_and_spread(seed: int) -> None:
     chance = random.Random(seed)
     table = pieces(chance, chance.randint(1, 9), 20)
     number = [chance.randrange(len(table)) for _ in range(chance.choice([0, 1, 40]))]
-    assert bytes_of(encode.picked(rows(table), np.array(number, np.int64))) == [table[at] for at in number]
+    assert bytes_of(encode.pick_rows(rows(table), np.array(number, np.int64))) == [table[at] for at in number]
     counts = [chance.randint(0, 3) for _ in range(7)]
     many = pieces(chance, sum(counts), 9)
     ends = np.cumsum(counts).tolist()
     expected = [b"".join(many[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-    assert bytes_of(encode.gathered(rows(many), np.array(counts))) == expected
+    assert bytes_of(encode.concatenate_rows(rows(many), np.array(counts))) == expected
     at = sorted(chance.sample(range(20), len(table)))
-    spread = bytes_of(encode.scattered(rows(table), np.array(at), 20))
+    spread = bytes_of(encode.expand_rows(rows(table), np.array(at), 20))
     assert spread == [table[at.index(row)] if row in at else b"" for row in range(20)]
     flags = np.array([chance.random() < 0.5 for _ in range(9)])
-    assert bytes_of(encode.constant(b"xyz", flags)) == [b"xyz" if flag else b"" for flag in flags]
-    assert bytes_of(encode.constant(b"xyz", 3)) == [b"xyz"] * 3
+    assert bytes_of(encode.repeat_bytes(b"xyz", flags)) == [b"xyz" if flag else b"" for flag in flags]
+    assert bytes_of(encode.repeat_bytes(b"xyz", 3)) == [b"xyz"] * 3
 
 
 @pytest.mark.parametrize("seed", range(15))
 def test_fields_are_there_where_they_hold_something(seed: int) -> None:
     chance = random.Random(seed)
     values = pieces(chance, 12, 300)
-    field = encode.delimited(b"\x12", rows(values))
+    field = encode.encode_delimited(b"\x12", rows(values))
     assert bytes_of(field) == [b"\x12" + varint(len(value)) + value if value else b"" for value in values]
     there = np.array([bool(value) or chance.random() < 0.5 for value in values])
-    assert bytes_of(encode.delimited(b"\x12", rows(values), there)) == [
+    assert bytes_of(encode.encode_delimited(b"\x12", rows(values), there)) == [
         b"\x12" + varint(len(value)) + value if flag else b"" for value, flag in zip(values, there, strict=True)
     ]
     numbers = [chance.choice([0, 0, chance.choice(NUMBERS)]) for _ in range(12)]
-    assert bytes_of(encode.number_field(b"\x18", np.array(numbers, np.int64))) == [
+    assert bytes_of(encode.encode_number_field(b"\x18", np.array(numbers, np.int64))) == [
         b"\x18" + varint(number) if number else b"" for number in numbers
     ]
     texts = [chance.choice([None, "", "é", "long " * 50]) for _ in range(12)]
-    assert bytes_of(encode.texts(pl.Series(texts, dtype=pl.String))) == [(text or "").encode() for text in texts]
-    assert len(encode.texts(pl.Series([], dtype=pl.String))) == 0
+    assert bytes_of(encode.encode_texts(pl.Series(texts, dtype=pl.String))) == [(text or "").encode() for text in texts]
+    assert len(encode.encode_texts(pl.Series([], dtype=pl.String))) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,12 +124,12 @@ def test_attributes_are_what_the_protobuf_library_reads(seed: int) -> None:
     lists = [chance.choice([None, [], [1], [2**40, 0, 7]]) for _ in range(count)]
     name = chance.choice(["a", "a_name_of_an_attribute" * 4])
     fields = [
-        *encode.number_attribute(name, member, np.array(numbers, np.int64), there),
-        *encode.text_attribute("words", pl.Series(words, dtype=pl.String)),
-        *encode.list_attribute("list", "int64_list", pl.Series(lists, dtype=pl.List(pl.Int64))),
-        *encode.bare_attribute("bare", ~there),
+        *encode.encode_number_attribute(name, member, np.array(numbers, np.int64), there),
+        *encode.encode_text_attribute("words", pl.Series(words, dtype=pl.String)),
+        *encode.encode_list_attribute("list", "int64_list", pl.Series(lists, dtype=pl.List(pl.Int64))),
+        *encode.encode_bare_attribute("bare", ~there),
     ]
-    for row, data in enumerate(bytes_of(encode.joined(fields))):
+    for row, data in enumerate(bytes_of(encode.join_columns(fields))):
         expected = []
         if there[row]:
             expected.append(AttributeProto(name=name, **{member: numbers[row]}))
@@ -152,13 +161,13 @@ def split(chance: random.Random, data: bytes) -> list[bytes]:
 def test_messages_are_the_same_however_the_file_arrives(seed: int) -> None:
     chance = random.Random(seed)
     messages = pieces(chance, chance.randint(0, 12), chance.choice([10, 127, 128, 20_000]))
-    prefixes = [length_prefix(len(message)) for message in messages]
+    prefixes = [encode_length(len(message)) for message in messages]
     assert prefixes == [varint(len(message)) for message in messages]
     data = b"".join(prefix + message for prefix, message in zip(prefixes, messages, strict=True))
-    cut = Cut()
-    parts = list(blocks(iter(split(chance, data)), cut))
+    cut = IncompleteTail()
+    parts = list(read_blocks(iter(split(chance, data)), cut))
     assert [message for part in parts for message in part.messages()] == messages
-    assert cut == Cut()
+    assert cut == IncompleteTail()
     number = 0
     for part in parts:
         assert part.first == number
@@ -177,12 +186,12 @@ def test_a_file_that_is_cut_anywhere_says_where(seed: int) -> None:
         data += varint(len(message)) + message
     ends = [*begins[1:], len(data)]
     for size in range(len(data) + 1):
-        cut = Cut()
-        parts = list(blocks(iter(split(chance, data[:size])), cut))
+        cut = IncompleteTail()
+        parts = list(read_blocks(iter(split(chance, data[:size])), cut))
         whole = sum(end <= size for end in ends)
         assert [message for part in parts for message in part.messages()] == messages[:whole]
         if size in {0, *ends}:
-            assert cut == Cut()
+            assert cut == IncompleteTail()
             continue
         there = size - begins[whole]
         prefix = len(varint(len(messages[whole])))
@@ -198,5 +207,7 @@ def test_a_length_that_no_message_has_is_damage(data: bytes) -> None:
     good = varint(3) + b"abc"
     seen = []
     with pytest.raises(InputError, match="message 2 at byte 8 claims") as refused:
-        seen += [message for part in blocks(iter([good * 2 + data]), Cut()) for message in part.messages()]
+        seen += [
+            message for part in read_blocks(iter([good * 2 + data]), IncompleteTail()) for message in part.messages()
+        ]
     assert refused.value.slug == "chakra-damaged"

@@ -91,14 +91,14 @@ def test_events_say_when_of_what_and_which(width: int) -> None:
         event(job=f"job {EVIL}" + "x" * 40, kind="oom", code=None),
         event(code=0, text=EVIL * 30),
     ]
-    lines = shown(views.events(filled(list[api.EventAnswer], rows), width), width)[-3:]
+    lines = shown(views.render_events(filled(list[api.EventAnswer], rows), width), width)[-3:]
     when = dt.datetime.fromtimestamp(NOW / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S")
     assert all(when in line for line in lines)
     assert "GPU-0" in lines[0]
     assert "xid 79: fallen" in lines[0]
     assert "oom:" in lines[1]
     assert "xid 0:" in lines[2], "0 is a code"
-    assert shown(views.events([], width)) == ["Nothing happened in this time."]
+    assert shown(views.render_events([], width)) == ["Nothing happened in this time."]
 
 
 def value(metric: str, number: float, **labels: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def test_what_happens_now_has_a_bar_for_what_is_measured_and_none_for_what_is_no
             value("gpu_busy_ratio", 1.0), value("gpu_flops", 1e14, bound="low"), value("gpu_flops", 1e14, bound="high"),
         ]},
     ]  # fmt: skip
-    lines = shown(views.top(picture(devices, cpu=0.25, memory=[3e9, 12e9]), width), width)
+    lines = shown(views.render_top(picture(devices, cpu=0.25, memory=[3e9, 12e9]), width), width)
     text = "\n".join(lines)
     assert "processors" in text
     assert "25.0 % busy" in text
@@ -140,7 +140,7 @@ def test_what_happens_now_has_a_bar_for_what_is_measured_and_none_for_what_is_no
     assert all(bars)
     assert "3 processes of other users are not shown; root sees them." in text
     assert "No process of yours uses a device" in " ".join(lines)
-    alone = shown(views.top(picture([]), width), width)
+    alone = shown(views.render_top(picture([]), width), width)
     assert not any("Devices" in line or "processors" in line for line in alone)
 
 
@@ -199,7 +199,7 @@ def test_stacks_go_from_the_outermost_call_to_the_innermost(width: int) -> None:
         group("thread", [], [], pids=[11, 12], thread=EVIL),
     ]
     answer = {"sentence": "rank 3 waits for data", "groups": groups}
-    lines = shown(views.stacks(filled(api.StacksAnswer, answer), width, native=False), width)
+    lines = shown(views.render_stacks(filled(api.StacksAnswer, answer), width, native=False), width)
     text = " ".join(" ".join(lines).split())
     assert lines[0].strip() == "rank 3 waits for data"
     assert "ranks 0-2, 5: main > step (train.py:10)" in text
@@ -207,7 +207,9 @@ def test_stacks_go_from_the_outermost_call_to_the_innermost(width: int) -> None:
     assert "process 900 of rank 4: fetch (w.py:3)" in text
     assert "no call that can be seen" in text
     assert "--native tells which" in text
-    assert "--native" not in " ".join(shown(views.stacks(filled(api.StacksAnswer, answer), width, native=True), width))
+    assert "--native" not in " ".join(
+        shown(views.render_stacks(filled(api.StacksAnswer, answer), width, native=True), width)
+    )
 
 
 def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
@@ -215,7 +217,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "job": "a", "dtype_mix": {"float32": 1.0, "bfloat16": 3.0}, "flops_per_step": 2.5e15, "roofline_ratio": 0.625,
         "copied_bytes_per_step": 1e6,
     }  # fmt: skip
-    _, flops, types, roofline, copied = shown(views.learned(filled(api.TraceAnswer, answer)))
+    _, flops, types, roofline, copied = shown(views.render_learned_job(filled(api.TraceAnswer, answer)))
     assert flops.split()[:3] == ["FLOPs", "2.50", "PFLOP"]
     assert "bfloat16 75%, float32 25%" in types, "the most first"
     assert "62.5%" in roofline
@@ -227,21 +229,21 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "roofline_ratio": None,
         "copied_bytes_per_step": None,
     }
-    lines = shown(views.learned(filled(api.TraceAnswer, nothing)))
+    lines = shown(views.render_learned_job(filled(api.TraceAnswer, nothing)))
     assert sum("not in the trace" in line for line in lines) == 4
     assert "--shapes" in lines[-1]
     measured = {**nothing, "flops_per_step": 0.0, "roofline_ratio": 0.0, "copied_bytes_per_step": 0.0}
-    zero = shown(views.learned(filled(api.TraceAnswer, measured)))
+    zero = shown(views.render_learned_job(filled(api.TraceAnswer, measured)))
     assert sum("not in the trace" in line for line in zero) == 1, "measured to be nothing is not unknown"
 
 
 @WIDTHS
 def test_every_metric_is_listed_with_its_labels(width: int) -> None:
-    lines = shown(views.metrics(width))
+    lines = shown(views.render_metrics(width))
     assert all(len(line) <= width for line in lines if line.startswith(" "))
     heads = [line for line in lines if line and not line.startswith(" ")]
     assert [re.split(r"[{]", line)[0] for line in heads] == [metric.name for metric in METRICS.values()]
-    document = views.metrics_document()
+    document = views.build_metrics_document()
     assert [entry["name"] for entry in document] == [metric.full_name for metric in METRICS.values()]
     assert all(entry["help"] and entry["kind"] for entry in document)
 
@@ -256,13 +258,15 @@ def test_numbers_of_curves_have_their_unit(unit: str, number: float, written: st
         "metric": "m", "unit": unit, "since_ns": NOW, "until_ns": NOW,
         "series": [{"labels": {}, "times_ns": [NOW], "values": [number]}, {"labels": {}, "times_ns": [], "values": []}],
     }  # fmt: skip
-    line = shown(views.query(filled(api.QueryAnswer, answer), {}, 100), 100)[-1]
+    line = shown(views.render_query(filled(api.QueryAnswer, answer), {}, 100), 100)[-1]
     assert line.count(written) == 3, "last, least and most"
 
 
 def test_of_a_metric_that_nothing_is_known_of_it_is_said_who_knows_why() -> None:
     answer = {"metric": "m", "unit": "", "since_ns": NOW, "until_ns": NOW, "series": []}
-    assert "traceloom agent doctor" in " ".join(shown(views.query(filled(api.QueryAnswer, answer), {}, 100), 100))
+    assert "traceloom agent doctor" in " ".join(
+        shown(views.render_query(filled(api.QueryAnswer, answer), {}, 100), 100)
+    )
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
@@ -271,7 +275,7 @@ def test_a_curve_is_highest_where_its_values_are(values: list[float]) -> None:
         "metric": "m", "unit": "", "since_ns": 0, "until_ns": len(values) * SECOND,
         "series": [{"labels": {}, "times_ns": [at * SECOND for at in range(len(values))], "values": values}],
     }  # fmt: skip
-    line = shown(views.query(filled(api.QueryAnswer, answer), {}, 120), 120)[-1]
+    line = shown(views.render_query(filled(api.QueryAnswer, answer), {}, 120), 120)[-1]
     curve = re.findall(r"[▁▂▃▄▅▆▇█]+$", line)
     assert curve, line
     assert len(curve[0]) <= min(60, len(values))

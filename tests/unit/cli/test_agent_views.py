@@ -67,25 +67,27 @@ def test_without_a_hang_it_is_said_of_how_many_jobs_that_is_known() -> None:
 def test_a_process_that_hangs_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views.time, "time_ns", lambda: 100 * SECOND)
     rows = [process(1, rank=0) | {"hung_since_ns": 10 * SECOND}, process(2, rank=1) | {"steps_per_second": 2.5}]
-    _, first, second = shown(views.processes(filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], 140))
+    _, first, second = shown(
+        views.render_processes(filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], 140)
+    )
     assert "hangs 90.0 s" in first
     assert "2.5" in second
 
 
 def test_curves_have_one_axis_of_time_and_are_blank_where_nothing_is_known() -> None:
     late = answer({"GPU-a": ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 8]), "GPU-b": ([4, 5], [0, 7])})
-    first, second = shown(views.query(late, {"GPU-a": "0"}, 100))[-2:]
+    first, second = shown(views.render_query(late, {"GPU-a": "0"}, 100))[-2:]
     assert first.split() == ["GPU", "0", "8", "1", "8", "▁▂▃▄▅█"]
     assert second.split()[:4] == ["GPU-b", "7", "0", "7"]
     assert second.index("█") - second.index("▁") == 1
     gap = answer({"GPU-a": ([0, 1, 2, 8, 9], [1, 1, 1, 2, 2])})
-    assert shown(views.query(gap, {}, 100))[-1].endswith("  ▁▁  █")
+    assert shown(views.render_query(gap, {}, 100))[-1].endswith("  ▁▁  █")
 
 
 def test_a_short_dip_is_seen_in_a_long_curve() -> None:
     values = [600.0] * 600
     values[300:310] = [100.0] * 10
-    curve = shown(views.query(answer({"GPU-a": (list(range(600)), values)}), {}, 100))[-1].split()[-1]
+    curve = shown(views.render_query(answer({"GPU-a": (list(range(600)), values)}), {}, 100))[-1].split()[-1]
     assert len(curve) == 60
     assert curve[30] == "▁"
     assert set(curve[:29] + curve[32:]) == {"█"}
@@ -104,7 +106,7 @@ def process(pid: int, **owner: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_narrow_terminal_has_room_for_the_command(width: int) -> None:
     rows = [process(1), process(2, job="torchelastic-e8071123-9f1c-4e02", rank=0, world_size=8, framework="pytorch")]
-    lines = shown(views.processes(filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], width))
+    lines = shown(views.render_processes(filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], width))
     assert all(len(line) <= width for line in lines)
     assert all("python train.py" in line for line in lines[1:])
     assert "GPUs" not in lines[0]  # nobody has one
@@ -116,7 +118,7 @@ def test_the_doctor_says_first_how_much_works() -> None:
         {"area": area, "name": name, "works": works, "why": "for a reason " * 12, "help": "do this"}
         for area, name, works in (("extras", "otlp", "no"), ("collect", "cpu", "yes"), ("rights", "user", "partly"))
     ]
-    lines = shown(views.doctor(filled(api.DoctorAnswer, {"checks": checks}), 80, running=True))
+    lines = shown(views.render_doctor(filled(api.DoctorAnswer, {"checks": checks}), 80, running=True))
     assert lines[0] == " Of 3 things, 1 work, 1 work in part, 1 do not work."
     areas = [line for line in lines if line and not line.startswith(" ")]
     assert areas == ["rights", "collect", "extras"]
@@ -128,7 +130,7 @@ def test_labels_leave_room_for_the_curve_where_there_is_any(labels: dict[str, st
     document = answer({"GPU-a": (list(range(50)), [float(number) for number in range(50)])})
     document.series[0].labels.clear()
     document.series[0].labels.update(labels)
-    line = shown(views.query(document, {}, 80))[-1]
+    line = shown(views.render_query(document, {}, 80))[-1]
     assert ("▁▁" in line) == (len(labels) < 3)
 
 

@@ -23,30 +23,30 @@ TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
-        (options.ranks, "3", (3,)),
-        (options.ranks, "0,3, 12", (0, 3, 12)),
-        (options.whole, "0", 0),
-        (options.whole, "0012", 12),
-        (options.count, "1", 1),
-        (options.positive, "1e-3", 0.001),
-        (options.positive, "450", 450.0),
-        (options.steps, "20..25", (20, 24)),
-        (options.steps, "20..21", (20, 20)),
-        (options.steps, "7", (7, 7)),
-        (options.sections, "kernels", ("kernels",)),
-        (options.sections, "critical-path, per_step", ("critical_path", "per_step")),
-        (options.size, "64kB", 64_000),
-        (options.size, "1MiB", 1_048_576),
-        (options.size, "1.5 GiB", 1_610_612_736),
-        (options.size, "12", 12),
-        (options.size, "2TB", 2 * 10**12),
-        (options.instant, "12.5ms", "12500000"),
-        (options.instant, "3 s", "3000000000"),
-        (options.instant, "peak", "peak"),
-        (options.instant, "step 12", "step 12"),
-        (options.share, "5%", 0.05),
-        (options.share, " 0.5 % ", 0.005),
-        (options.share, "250", 2.5),
+        (options.parse_ranks, "3", (3,)),
+        (options.parse_ranks, "0,3, 12", (0, 3, 12)),
+        (options.parse_whole_number, "0", 0),
+        (options.parse_whole_number, "0012", 12),
+        (options.parse_count, "1", 1),
+        (options.parse_positive, "1e-3", 0.001),
+        (options.parse_positive, "450", 450.0),
+        (options.parse_steps, "20..25", (20, 24)),
+        (options.parse_steps, "20..21", (20, 20)),
+        (options.parse_steps, "7", (7, 7)),
+        (options.parse_sections, "kernels", ("kernels",)),
+        (options.parse_sections, "critical-path, per_step", ("critical_path", "per_step")),
+        (options.parse_size, "64kB", 64_000),
+        (options.parse_size, "1MiB", 1_048_576),
+        (options.parse_size, "1.5 GiB", 1_610_612_736),
+        (options.parse_size, "12", 12),
+        (options.parse_size, "2TB", 2 * 10**12),
+        (options.parse_instant, "12.5ms", "12500000"),
+        (options.parse_instant, "3 s", "3000000000"),
+        (options.parse_instant, "peak", "peak"),
+        (options.parse_instant, "step 12", "step 12"),
+        (options.parse_percentage, "5%", 0.05),
+        (options.parse_percentage, " 0.5 % ", 0.005),
+        (options.parse_percentage, "250", 2.5),
     ],
 )
 def test_a_text_means_a_value(kind: Callable[[str], Any], text: str, value: Any) -> None:
@@ -56,14 +56,14 @@ def test_a_text_means_a_value(kind: Callable[[str], Any], text: str, value: Any)
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [
-        (options.ranks, ["", "a", "1,", ",1", "1-3", "1.5", "1;2"]),
-        (options.whole, ["", "-1", "+1", "1.0", "١", "1 ", "x"]),
-        (options.count, ["", "0", "-1", "1.5", "00", "many"]),
-        (options.positive, ["", "0", "-1", "nan", "inf", "-inf", "x"]),
-        (options.steps, ["", "5..5", "5..3", "..", "5..", "..5", "a..b", "1...3", "1-3"]),
-        (options.size, ["", "B", "1XB", "1 iB", "-1MB", "1,5MB", "MB", "1e3"]),
-        (options.instant, ["", "noon", "step", "step x", "step -1", "5", "5 min", "1e3ms", "-1ms", "peaks"]),
-        (options.share, ["", "0%", "-5%", "10000%", "nan", "inf", "5%%", "x"]),
+        (options.parse_ranks, ["", "a", "1,", ",1", "1-3", "1.5", "1;2"]),
+        (options.parse_whole_number, ["", "-1", "+1", "1.0", "١", "1 ", "x"]),
+        (options.parse_count, ["", "0", "-1", "1.5", "00", "many"]),
+        (options.parse_positive, ["", "0", "-1", "nan", "inf", "-inf", "x"]),
+        (options.parse_steps, ["", "5..5", "5..3", "..", "5..", "..5", "a..b", "1...3", "1-3"]),
+        (options.parse_size, ["", "B", "1XB", "1 iB", "-1MB", "1,5MB", "MB", "1e3"]),
+        (options.parse_instant, ["", "noon", "step", "step x", "step -1", "5", "5 min", "1e3ms", "-1ms", "peaks"]),
+        (options.parse_percentage, ["", "0%", "-5%", "10000%", "nan", "inf", "5%%", "x"]),
     ],
 )
 def test_a_text_that_means_nothing_is_named_in_a_sentence(kind: Callable[[str], Any], texts: list[str]) -> None:
@@ -77,25 +77,25 @@ def test_a_text_that_means_nothing_is_named_in_a_sentence(kind: Callable[[str], 
 def test_sizes_are_decimal_unless_they_say_binary(number: int, unit: str, binary: bool) -> None:
     if binary and unit:
         power = "kMGT".index(unit.replace("K", "k")) + 1
-        assert options.size(f"{number}{unit}iB") == number * 1024**power
-    assert options.size(f"{number}{unit}B") == options.size(f"{number} {unit}b") == number * UNITS[unit]
+        assert options.parse_size(f"{number}{unit}iB") == number * 1024**power
+    assert options.parse_size(f"{number}{unit}B") == options.parse_size(f"{number} {unit}b") == number * UNITS[unit]
 
 
 @given(st.integers(0, 10**9), st.sampled_from(sorted(TIMES)))
 def test_instants_are_whole_nanoseconds(number: int, unit: str) -> None:
-    assert options.instant(f"{number}{unit}") == str(number * TIMES[unit])
-    assert options.instant(f"{number}.25{unit}") == str(round((number + 0.25) * TIMES[unit]))
+    assert options.parse_instant(f"{number}{unit}") == str(number * TIMES[unit])
+    assert options.parse_instant(f"{number}.25{unit}") == str(round((number + 0.25) * TIMES[unit]))
 
 
 @given(st.integers(-50, 50), st.integers(1, 50))
 def test_a_range_of_steps_has_as_many_as_lie_between_its_ends(first: int, count: int) -> None:
-    low, high = options.steps(f"{first}..{first + count}")
+    low, high = options.parse_steps(f"{first}..{first + count}")
     assert (low, high - low + 1) == (first, count)
 
 
 @given(st.floats(1e-6, 99.0))
 def test_a_change_in_per_cent_is_a_fraction(fraction: float) -> None:
-    assert math.isclose(options.share(f"{100 * fraction!r} %"), fraction)
+    assert math.isclose(options.parse_percentage(f"{100 * fraction!r} %"), fraction)
 
 
 # -- every verb ---------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_a_change_in_per_cent_is_a_fraction(fraction: float) -> None:
 
 def parsers(verb: str) -> dict[str, argparse.ArgumentParser]:
     """The words of a command -> its parser: of the verb, and of each action where it has some."""
-    own = next(a for a in cli.parser([verb])._actions if isinstance(a, argparse._SubParsersAction)).choices[verb]
+    own = next(a for a in cli.build_parser([verb])._actions if isinstance(a, argparse._SubParsersAction)).choices[verb]
     inner = next((a for a in own._actions if isinstance(a, argparse._SubParsersAction)), None)
     return {verb: own} | {f"{verb} {name}": parser for name, parser in (inner.choices.items() if inner else ())}
 
@@ -173,7 +173,10 @@ def test_the_overview_of_the_agent_fits_a_screen_and_every_action_has_an_example
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_option_that_is_unknown_is_refused_with_the_nearest_one(verb: str) -> None:
     known = [
-        option for action in cli.actions(cli.parser([verb])) for option in action.option_strings if len(option) > 5
+        option
+        for action in cli.list_actions(cli.build_parser([verb]))
+        for option in action.option_strings
+        if len(option) > 5
     ]
     if not known or verb == "record":  # what follows there belongs to the recorded program
         return

@@ -9,7 +9,7 @@ import pytest
 
 from support.documents import check_document
 from support.jobs import Recipe, training_job
-from traceloom.cli import main, outputs, parser
+from traceloom.cli import build_parser, main, outputs
 from traceloom.report.documents.calibration import CalibrationDocument
 from traceloom.workload.simulate.machine_file import read_machine
 
@@ -70,5 +70,8 @@ def test_runs_and_this_machine_have_options_of_their_own(
 
 
 def test_the_proposed_command_means_the_same() -> None:
-    args = parser(["calibrate"]).parse_args(["calibrate", "--here", "--precision", "5%"])
-    assert outputs.repeat_command(args, "machine.toml") == "traceloom calibrate --here --precision 5% -o machine.toml"
+    args = build_parser(["calibrate"]).parse_args(["calibrate", "--here", "--precision", "5%"])
+    assert (
+        outputs.format_repeat_command(args, "machine.toml")
+        == "traceloom calibrate --here --precision 5% -o machine.toml"
+    )

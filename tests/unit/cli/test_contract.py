@@ -13,11 +13,11 @@ import pytest
 
 from support.fuzzing.trying import captured
 from traceloom.cli import VERBS, main
-from traceloom.cli.explain import entries
+from traceloom.cli.explain import load_explanations
 from traceloom.testing import TraceBuilder
 
 UNIX_NS = 1_700_000_000 * 10**9
-EXPLAINED = {entry.slug for entry in entries()}
+EXPLAINED = {entry.slug for entry in load_explanations()}
 HALF = ["--set", "kernels * 0.5"]
 # Verb -> words that give an answer of the run, and names of files that it may be written to.
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {

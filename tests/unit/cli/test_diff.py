@@ -12,11 +12,11 @@ from support.pages import words
 from traceloom.analyze import compare
 from traceloom.cli import main
 from traceloom.report import comparison
-from traceloom.report.comparison import build, tables
+from traceloom.report.comparison import build, build_tables
 from traceloom.report.document import ReportOptions
 from traceloom.report.views import markdown
-from traceloom.report.views.terminal import table_lines
-from traceloom.report.views.terminal_table import signed_bar
+from traceloom.report.views.terminal import render_declared_table
+from traceloom.report.views.terminal_table import draw_signed_bar
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -129,10 +129,10 @@ def test_no_table_leaves_out_what_is_compared(width: int) -> None:
     """Both sides and what changed stand on a terminal of any width, uncut; names are cut before."""
     long = "AMD Instinct MI300X VF, of a vendor with a long name"
     told = document(trace(35, kernel="x" * 300, device=long, generation="rocm"))
-    every = list(tables(told))
+    every = list(build_tables(told))
     assert [table.key for table in every] == ["diff-conditions", "diff-parts", "diff-kernels", "diff-operators"]
     for table in every:
-        lines = [line.plain for line in table_lines(table, ReportOptions(top=50), width)]
+        lines = [line.plain for line in render_declared_table(table, ReportOptions(top=50), width)]
         assert max(map(len, lines)) <= width
         heading = next(line for line in lines if "Base" in line)
         assert all(word in heading for word in ("Base", "New"))
@@ -157,7 +157,7 @@ def test_a_change_is_of_the_row_and_of_the_step() -> None:
 
 
 def test_a_bar_from_the_middle_says_which_side_it_is_of_without_colour() -> None:
-    bars = [signed_bar(value, 100, 15).plain for value in (100, -50, 0, 1, -1)]
+    bars = [draw_signed_bar(value, 100, 15).plain for value in (100, -50, 0, 1, -1)]
     assert bars == ["       │███████", "   ████│       ", "       │       ", "       │▏      ", "      ▕│       "]
 
 
@@ -168,7 +168,7 @@ def test_the_call_tree_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert [row["name"] for row in tree] == ["(all)", "main thread", "aten::mm", "(outside operators)"]
     assert tree[0]["base_host_ns"] == told["base_ns"]
     assert "smaller boxes" not in comparison.call_tree(tree)
-    monkeypatch.setattr(comparison, "_MOST_BOXES", 2)
+    monkeypatch.setattr(comparison, "_MAX_BOXES", 2)
     assert "2 smaller boxes are counted to those above them" in comparison.call_tree(tree)
 
 

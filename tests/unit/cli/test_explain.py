@@ -15,7 +15,7 @@ from traceloom.findings import RULES
 from traceloom.workload.chakra.validation_rules import RULES as VALIDATION_RULES
 
 ROOT = Path(__file__).parents[3]
-NAMES = [entry.slug for entry in explain.entries()]
+NAMES = [entry.slug for entry in explain.load_explanations()]
 
 
 def test_findings_messages_and_rules_of_validation_are_all_there() -> None:
@@ -61,7 +61,7 @@ def test_without_a_name_all_are_listed_on_one_line_each(
 
 
 def test_addresses_lead_to_pages_of_the_documentation() -> None:
-    for entry in explain.entries():
+    for entry in explain.load_explanations():
         for address in (entry.url, *re.findall(rf"\(({re.escape(DOCUMENTATION)}[^)]*)\)", entry.text)):
             page = urlsplit(address).path.strip("/")
             assert any((ROOT / "docs" / name).is_file() for name in (f"{page}.md", f"{page}/index.md")), address
@@ -79,4 +79,4 @@ def test_the_texts_go_into_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyP
         place.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, place)
     monkeypatch.setattr(explain, "__file__", str(tmp_path / "traceloom" / "cli" / "explain.py"))
-    assert [entry.slug for entry in explain.entries()] == NAMES
+    assert [entry.slug for entry in explain.load_explanations()] == NAMES

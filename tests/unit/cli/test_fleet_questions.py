@@ -17,14 +17,14 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.testing.fleet_weeks import CHANGES, Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.fleet_weeks import CHANGES, Weeks, WeeksRecipe, build_weeks  # noqa: E402
 
 TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
 
 
 @cache
 def weeks() -> Weeks:
-    return made_weeks(WeeksRecipe(captures=1))
+    return build_weeks(WeeksRecipe(captures=1))
 
 
 @pytest.fixture(scope="module")

@@ -17,18 +17,18 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
-from traceloom.agent.fleet_link.protocol import (  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (
     ClockOffset,
-    Enrolled,
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostDevice,
     HostProcess,
 )
 from traceloom.cli import main  # noqa: E402
 from traceloom.cli.fleet import ACTIONS  # noqa: E402
-from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks  # noqa: E402
 
 TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
 # What each needs beside its name, so that it asks the service.
@@ -43,7 +43,7 @@ THIN = "\u202f"
 
 @cache
 def weeks() -> Weeks:
-    return made_weeks(WeeksRecipe(captures=1))
+    return build_weeks(WeeksRecipe(captures=1))
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_hosts_say_how_far_their_clocks_are_off_and_which_way(
     for host, offset_ns in (("slow", 2_500_000), ("fast", -120_000)):
         secret = fleet.admin.post("agents", {"host": host, "days": 1})["token"]
         link = ServiceClient(fleet.url)
-        link.credential = link.post("agents/enrol", Enrolment(token=secret, host=host), Enrolled).credential
+        link.credential = link.post("agents/enrol", Enrolment(token=secret, host=host), HostCredentials).credential
         process = HostProcess(key="1@1", pid=1, uid=0, job="run", rank=0, world_size=2, devices=("GPU-0",))
         beat = Heartbeat(
             sent_ns=1, boot_id="b", version="1", processes=[process], devices=[HostDevice(uuid="GPU-0", values={})],

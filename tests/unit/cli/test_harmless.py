@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.system.sanitize import SanitizedStream, unsanitized
+from traceloom.system.sanitize import SanitizedStream, unwrap_stream
 from traceloom.testing import TraceBuilder
 
 HOSTILE = "a\x1b[2Jb\x07\x9b31m\u202ec\r"
@@ -25,8 +25,8 @@ def test_a_stream_spells_what_could_steer_and_keeps_lines_and_tabs() -> None:
     stream.write("\udc80")
     stream.flush()
     assert beneath.getvalue().decode() == "a\\x1b[2Jb\\x07\\x9b31m\\u202ec\\x0d\tend\n\\udc80"
-    unsanitized(stream).write("\x1b[1m")
-    unsanitized(stream).flush()
+    unwrap_stream(stream).write("\x1b[1m")
+    unwrap_stream(stream).flush()
     assert beneath.getvalue().endswith(b"\x1b[1m")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.cli import VERBS, actions, main, parser
+from traceloom.cli import VERBS, build_parser, list_actions, main
 from traceloom.testing import TraceBuilder
 
 UNIX_NS = 1_700_000_000 * 10**9
@@ -127,7 +127,7 @@ def test_no_verb_writes_over_what_it_reads(
 def test_every_verb_with_an_output_and_an_input_is_among_them() -> None:
     writing = set()
     for verb in VERBS:
-        destinations = {action.dest for action in actions(parser([verb]))}
+        destinations = {action.dest for action in list_actions(build_parser([verb]))}
         if "output" in destinations and destinations & {"input", "inputs", "runs", "base"}:
             writing.add(verb)
     assert writing == {arguments[0] for arguments in WRITES_OVER_ITS_INPUT}

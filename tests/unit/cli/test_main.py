@@ -59,7 +59,7 @@ def test_every_verb_explains_itself_with_examples(verb: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_can_be_quiet(verb: str) -> None:
-    options = {option for action in cli.actions(cli.parser([verb])) for option in action.option_strings}
+    options = {option for action in cli.list_actions(cli.build_parser([verb])) for option in action.option_strings}
     assert {"-q", "--quiet"} <= options
 
 
@@ -99,7 +99,7 @@ def test_wrong_usage_is_one_sentence_with_a_remedy_and_exits_with_2(
 def test_the_exit_code_tells_whose_fault_it_is(
     outcome: object, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "verb", lambda name: _verb_that(outcome))
+    monkeypatch.setattr(cli, "import_verb", lambda name: _verb_that(outcome))
     assert main(["report", "x"]) == code
     assert "Traceback" not in capsys.readouterr().err
 
@@ -108,7 +108,7 @@ def test_the_exit_code_tells_whose_fault_it_is(
 def test_a_traceback_is_shown_only_with_debug(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "verb", lambda name: _verb_that(ZeroDivisionError("oops")))
+    monkeypatch.setattr(cli, "import_verb", lambda name: _verb_that(ZeroDivisionError("oops")))
     assert main(arguments) == 1
     said = capsys.readouterr().err
     assert "Traceback" in said
@@ -118,7 +118,7 @@ def test_a_traceback_is_shown_only_with_debug(
 def test_debug_behind_two_dashes_belongs_to_the_recorded_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "verb", lambda name: _verb_that(ZeroDivisionError("oops")))
+    monkeypatch.setattr(cli, "import_verb", lambda name: _verb_that(ZeroDivisionError("oops")))
     assert main(["report", "--", "--debug"]) == 1
     assert "Traceback" not in capsys.readouterr().err
 
@@ -127,7 +127,7 @@ def test_control_characters_in_an_error_cannot_steer_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = TraceloomError("bad \x1b[31m\nname", slug="not-a-trace", where="\x07.json")
-    monkeypatch.setattr(cli, "verb", lambda name: _verb_that(error))
+    monkeypatch.setattr(cli, "import_verb", lambda name: _verb_that(error))
     main(["report", "x"])
     assert capsys.readouterr().err.splitlines()[0] == r"traceloom: bad \x1b[31m\x0aname (\x07.json)"
 

@@ -10,7 +10,7 @@ import pytest
 from support.fuzzing.seeds import trace
 from support.fuzzing.trying import captured
 from traceloom.cli import VERBS, main
-from traceloom.cli.outputs import format_of
+from traceloom.cli.outputs import detect_format
 from traceloom.errors import UsageError
 from traceloom.report.views.files import FORMATS
 
@@ -22,21 +22,21 @@ ENDINGS = {ending: form for form in FORMATS for ending in form.endings}
 )
 def test_the_longest_ending_tells_the_format(name: str) -> None:
     ending = max((ending for ending in ENDINGS if name.lower().endswith(ending)), key=len)
-    assert format_of(Path(name), ENDINGS) is ENDINGS[ending]
+    assert detect_format(Path(name), ENDINGS) is ENDINGS[ending]
 
 
 @pytest.mark.parametrize("name", ["a", "a.txt", "a.json.gz", "json", "a.xlsx"])
 def test_other_endings_are_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        format_of(Path(name), ENDINGS)
+        detect_format(Path(name), ENDINGS)
     assert ".perfetto.json.gz" in caught.value.hint
 
 
 def test_a_directory_is_a_name_without_ending_or_with_a_slash_or_one_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "there.et").mkdir()
     for name in ("out", "out.et/", str(tmp_path / "there.et")):
-        assert format_of(name, {".et": "file"}, directory="directory") == "directory"
-    assert format_of("out.et", {".et": "file"}, directory="directory") == "file"
+        assert detect_format(name, {".et": "file"}, directory="directory") == "directory"
+    assert detect_format("out.et", {".et": "file"}, directory="directory") == "file"
 
 
 def test_standard_output_has_the_answer_beside_files(tmp_path: Path) -> None:

@@ -71,11 +71,11 @@ def test_the_exit_code_of_a_command_is_its_own_and_its_words_pass(
     ],
 )  # fmt: skip
 def test_a_capture_is_called_after_its_script_and_no_two_alike(command: list[str], name: str, here: Path) -> None:
-    first = record.default_name(command)
+    first = record.choose_output_name(command)
     assert first.startswith(name)
     assert Path(first).name == first, "it stays in this directory"
     (here / first).mkdir()
-    second = record.default_name(command)
+    second = record.choose_output_name(command)
     assert second != first
     assert not Path(second).exists()
 
@@ -83,9 +83,9 @@ def test_a_capture_is_called_after_its_script_and_no_two_alike(command: list[str
 @pytest.mark.parametrize(
     ("kind", "text", "value"),
     [
-        (replay.factor, "2", Fraction(2)), (replay.factor, "x2", Fraction(2)), (replay.factor, "1/2", Fraction(1, 2)),
-        (replay.factor, "0.25", Fraction(1, 4)), (replay.scale, "192=2", "192=2"), (replay.scale, "7=1/3", "7=1/3"),
-        (replay.repeat, "blocks.3=8", "blocks.3=8"), (replay.repeat, "a=b=2", "a=b=2"),
+        (replay.parse_factor, "2", Fraction(2)), (replay.parse_factor, "x2", Fraction(2)), (replay.parse_factor, "1/2", Fraction(1, 2)),
+        (replay.parse_factor, "0.25", Fraction(1, 4)), (replay.validate_scale, "192=2", "192=2"), (replay.validate_scale, "7=1/3", "7=1/3"),
+        (replay.validate_repeat, "blocks.3=8", "blocks.3=8"), (replay.validate_repeat, "a=b=2", "a=b=2"),
     ],
 )  # fmt: skip
 def test_sizes_of_a_replay_mean_a_value(kind: Callable[[str], Any], text: str, value: Any) -> None:
@@ -95,9 +95,9 @@ def test_sizes_of_a_replay_mean_a_value(kind: Callable[[str], Any], text: str, v
 @pytest.mark.parametrize(
     ("kind", "texts"),
     [
-        (replay.factor, ["", "0", "-1", "x", "1/0", "nan", "inf", "2x", "1e30"]),
-        (replay.scale, ["", "192", "=2", "0=2", "192=0", "a=2", "192=", "1.5=2", "192=2=3"]),
-        (replay.repeat, ["", "8", "blocks=0", "blocks=x", "blocks=", "=8", "blocks=1.5"]),
+        (replay.parse_factor, ["", "0", "-1", "x", "1/0", "nan", "inf", "2x", "1e30"]),
+        (replay.validate_scale, ["", "192", "=2", "0=2", "192=0", "a=2", "192=", "1.5=2", "192=2=3"]),
+        (replay.validate_repeat, ["", "8", "blocks=0", "blocks=x", "blocks=", "=8", "blocks=1.5"]),
     ],
     ids=["factor", "scale", "repeat"],
 )

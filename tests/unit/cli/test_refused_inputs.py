@@ -12,7 +12,7 @@ import pytest
 from support.fuzzing.trying import captured
 from support.sessions import busy_step
 from traceloom.cli import main
-from traceloom.cli.explain import entries
+from traceloom.cli.explain import load_explanations
 from traceloom.testing import TraceBuilder
 
 VERBS = {
@@ -42,7 +42,7 @@ BAD: dict[str, bytes | None] = {
     "no.pickle": b"\x80\x04N.",
 }
 WITHOUT_HINT = ("unreadable", "kernel-rules-unreadable", "no-such-rank", "no-such-step", "")  # the sentence says it
-EXPLAINED = {entry.slug for entry in entries()}
+EXPLAINED = {entry.slug for entry in load_explanations()}
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.pages import Elements, of_markdown, tables
 from support.reports import check_perfetto, check_report
 from support.sessions import busy_step
 from traceloom.cli import main
-from traceloom.report.sections import KEYS
+from traceloom.report.sections import EXTRA_KEYS
 from traceloom.testing import TraceBuilder
 
 CHOICES = {
@@ -73,8 +73,8 @@ def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) 
     assert [rank["rank"] for rank in document["ranks"]] == ranks
     assert all([step["step"] for step in rank["steps"]] == steps for rank in document["ranks"])
     left_out = {entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")}
-    assert left_out & set(KEYS) == {
-        "some sections": set(KEYS) - {"copies", "per_step"}, "the core": set(KEYS)
+    assert left_out & set(EXTRA_KEYS) == {
+        "some sections": set(EXTRA_KEYS) - {"copies", "per_step"}, "the core": set(EXTRA_KEYS)
     }.get(choice, set())  # fmt: skip
     gemm = [row for row in document["kernels"] if row["name"].endswith("gemm")]
     assert [row["name"] for row in sorted(gemm, key=lambda row: str(row["name"]))] == [
@@ -111,7 +111,7 @@ def test_the_page_shows_the_sections_that_were_made(files: Files) -> None:
     assert document["answer"]["sentence"] in Elements(page).shown.replace("\u202f%", " %")
     shown = tables(page, by="key")
     assert [row["total_ns"] for row in kernels_of(shown)] == [row["total_ns"] for row in document["kernels"]]
-    for key in KEYS:
+    for key in EXTRA_KEYS:
         anchor = f'id="{key.replace("_", "-")}"'
         asked_for = not any(e["path"] == key and e["reason"].startswith("not asked") for e in document["absent"])
         assert (anchor in page) == asked_for, key

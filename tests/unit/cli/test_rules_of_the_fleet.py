@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.cli.fleet import TRIGGER_HEADS, budget_line, trigger_rows
+from traceloom.cli.fleet import TRIGGER_HEADS, build_trigger_rows, format_budget
 
 FIRED = {"request": "r1", "target": "job a", "what": "its turn"}
 REFUSED = {"target": "", "what": "its turn", "reason": "budget", "detail": "nothing is left"}
@@ -31,12 +31,14 @@ def test_what_happened_last_is_what_happened_later(fired_ns: int | None, refused
         "last": None if fired_ns is None else {"at_ns": fired_ns, **FIRED},
         "last_refusal": None if refused_ns is None else {"at_ns": refused_ns, **REFUSED},
     }
-    [row] = trigger_rows({"rules": [rule(**changes)]})
+    [row] = build_trigger_rows({"rules": [rule(**changes)]})
     assert dict(zip(TRIGGER_HEADS, row, strict=True))["last"] == last
 
 
 def test_a_rule_that_did_nothing_cost_nothing() -> None:
-    rows = trigger_rows({"rules": [rule(), rule(refusals={"busy": 2, "budget": 1}, kept_bytes=1_500_000, fired=3)]})
+    rows = build_trigger_rows(
+        {"rules": [rule(), rule(refusals={"busy": 2, "budget": 1}, kept_bytes=1_500_000, fired=3)]}
+    )
     heads = [dict(zip(TRIGGER_HEADS, row, strict=True)) for row in rows]
     assert [(of["traces"], of["refused"], of["kept"]) for of in heads] == [
         ("0", "–", "0 B"), ("3", "2 busy, 1 budget", "1.50 MB")
@@ -52,5 +54,5 @@ def test_what_is_left_is_said_and_what_is_wrong_below_it() -> None:
         "trouble": "",
     }
     line = "left of 24 hours: 3 of 50 traces, 1.50 MB of 2.00 MB"
-    assert budget_line(budget) == line
-    assert budget_line({**budget, "trouble": "\x1b[31mred\u202e"}) == f"{line}\n\\x1b[31mred\\u202e"
+    assert format_budget(budget) == line
+    assert format_budget({**budget, "trouble": "\x1b[31mred\u202e"}) == f"{line}\n\\x1b[31mred\\u202e"

@@ -14,8 +14,17 @@ from support.workload import collective, node, receive, send, write_set
 from traceloom.cli import main
 from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, save
 from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
-from traceloom.report.workload import of_graph
-from traceloom.report.workload_drawing import HEIGHT, WIDTH, Box, Link, Picture, arrange, collapsed, neighbourhood
+from traceloom.report.workload import convert_graph
+from traceloom.report.workload_drawing import (
+    HEIGHT,
+    WIDTH,
+    Box,
+    Link,
+    Picture,
+    arrange,
+    build_neighbourhood,
+    collapse_nodes,
+)
 
 EVIL = "</script><script>alert(1)</script>\x1b[31m<img src=x onerror=alert(2)>"
 
@@ -140,7 +149,7 @@ class TestNode:
 
 class TestPicture:
     def test_nodes_of_one_name_are_one_box(self) -> None:
-        picture = collapsed(of_graph(graph()), most=3)
+        picture = collapse_nodes(convert_graph(graph()), max_boxes=3)
         assert [(box.kind, box.title, box.count) for box in picture.boxes] == [
             ("kernel", "k#", 20),
             ("block", "sync", 20),
@@ -151,23 +160,23 @@ class TestPicture:
         }  # fmt: skip
 
     def test_what_has_least_time_shares_a_box(self) -> None:
-        picture = collapsed(of_graph(graph()), most=2)
+        picture = collapse_nodes(convert_graph(graph()), max_boxes=2)
         assert [box.title for box in picture.boxes] == ["k#", "sync", "cudaLaunchKernel"]
         assert picture.left_out == "1 names with the least time share a box per kind"
         assert sum(box.count for box in picture.boxes) == 60
         assert sum(link.count for link in picture.links) == 79
 
     def test_a_neighbourhood_reaches_as_far_as_asked(self) -> None:
-        network = of_graph(graph())
-        near = neighbourhood(network, 30, 1)
+        network = convert_graph(graph())
+        near = build_neighbourhood(network, 30, 1)
         assert {box.note for box in near.boxes} == {f"node {n}, rank 0" for n in (29, 30, 31, 32)}
         assert [box.chosen for box in near.boxes].count(True) == 1
-        far = neighbourhood(network, 30, 20, most=10)
+        far = build_neighbourhood(network, 30, 20, max_nodes=10)
         assert len(far.boxes) == 10
         assert "more nodes are as near" in far.left_out
 
     def test_boxes_do_not_lie_on_each_other_and_links_lead_right(self) -> None:
-        picture = collapsed(of_graph(graph()))
+        picture = collapse_nodes(convert_graph(graph()))
         places = arrange(picture)
         corners = list(zip(places.x, places.y, strict=True))
         for k, (x, y) in enumerate(corners):

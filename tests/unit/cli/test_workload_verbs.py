@@ -21,7 +21,7 @@ from traceloom import cli
 from traceloom.cli import VERBS, main
 from traceloom.graph.graph import load
 from traceloom.report import graph as graph_document
-from traceloom.report.sections import NAMES
+from traceloom.report.sections import SECTION_NAMES
 from traceloom.testing import TraceBuilder
 
 Json = dict[str, Any]
@@ -321,10 +321,10 @@ def test_every_long_option_and_section_is_completed(shell: str) -> None:
     assert err == ""
     for verb in VERBS:
         assert verb in script
-        for action in cli.actions(cli.parser([verb])):
+        for action in cli.list_actions(cli.build_parser([verb])):
             for option in action.option_strings:
                 assert (option.lstrip("-") if shell == "fish" else option) in script, (verb, option)
-    assert all(name in script for name in NAMES)
+    assert all(name in script for name in SECTION_NAMES)
 
 
 @pytest.mark.parametrize("shell", ["", "tcsh", "BASH"])

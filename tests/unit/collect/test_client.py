@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.cli.upload import FleetClient, files_of, upload
+from traceloom.cli.upload import FleetClient, collect_files, upload
 from traceloom.errors import InputError
 
 TOKEN = "tl_secret"
@@ -221,9 +221,9 @@ def test_names_in_the_store_are_safe_and_each_file_has_one_of_its_own(
     stored = [name if name[0].isalnum() or name[0] == "_" else f"_{name}" for name in plain]
     if not visible or len(set(stored)) < len(stored):  # nothing is left out in silence
         with pytest.raises(InputError) as caught:
-            files_of(folder)
+            collect_files(folder)
         assert caught.value.slug == ("unsafe-name" if visible else "no-inputs")
         return
-    files = files_of(folder)
+    files = collect_files(folder)
     assert {path.name for path in files.values()} == visible
     assert sorted(files) == sorted(stored)

@@ -19,8 +19,8 @@ from traceloom.fleet.service.executors import (
     ClusterSettings,
     DaskEngine,
     EngineTls,
-    engine_of,
-    work_here,
+    create_engine,
+    run_in_worker,
 )
 from traceloom.fleet.service.tasks import EngineTask, TaskError, TaskFile
 
@@ -34,7 +34,7 @@ class ThisProcess(DaskEngine):
 
     def _request(self, name: str, task: bytes) -> bytes:
         assert name.startswith("traceloom-check-")
-        return b"lost" if self.lost else work_here(task, self._settings, 1, gettempdir())
+        return b"lost" if self.lost else run_in_worker(task, self._settings, 1, gettempdir())
 
     def _versions(self) -> list[str]:
         return [__version__, "0.0.1"] if self.lost else [__version__]
@@ -95,7 +95,7 @@ def test_a_task_that_runs_when_the_service_ends_is_given_up(tmp_path: Path) -> N
 
 
 def test_whatever_a_worker_is_sent_it_answers() -> None:
-    answer = work_here(b"\xc1", b"\xc1", 1, gettempdir())
+    answer = run_in_worker(b"\xc1", b"\xc1", 1, gettempdir())
     assert ClusterAnswer.__name__.encode() not in answer  # plain data
     assert b"worker" in answer
 
@@ -104,7 +104,7 @@ def test_whatever_a_worker_is_sent_it_answers() -> None:
 def test_a_cluster_beyond_this_host_needs_tls(where: str) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     with pytest.raises(UsageError) as raised:
-        engine_of(f"dask://{where}")
+        create_engine(f"dask://{where}")
     assert raised.value.slug == "engine-without-tls"
 
 
@@ -133,21 +133,21 @@ def test_certificates_are_looked_at_before_anything_is_sent(tmp_path: Path) -> N
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(InputError) as raised:
-        engine_of("dask://127.0.0.1:1")
+        create_engine("dask://127.0.0.1:1")
     assert raised.value.slug == "no-extra"
     assert "traceloom[fleet,dask]" in raised.value.hint
 
 
 def test_an_engine_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError) as raised:
-        engine_of("ray://127.0.0.1:10001")
+        create_engine("ray://127.0.0.1:10001")
     assert raised.value.slug == "unknown-engine"
 
 
 def test_a_cluster_that_is_away_costs_a_task_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     monkeypatch.setattr("traceloom.fleet.service.executors._CONNECT_S", 0.5)
-    engine = engine_of(f"dask://127.0.0.1:{free_port()}", 1)
+    engine = create_engine(f"dask://127.0.0.1:{free_port()}", 1)
     try:
         for ask in (engine.check, engine.submit(check(tmp_path)).result):
             with pytest.raises(InputError) as raised:

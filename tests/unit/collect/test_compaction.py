@@ -44,17 +44,17 @@ def test_every_night_once_and_hours_stay_what_they_were(tmp_path: Path) -> None:
             tables.commit("usage", number, busy(day, minute))
         now_ns = at(TODAY, 1)
         pipeline.clock = lambda: now_ns
-        assert not pipeline.compact(by_night=True)
+        assert not pipeline.compact(nightly=True)
         assert tables.scan("usage_hour", yesterday).collect().height == 3
         now_ns = at(TODAY, 3)
-        assert pipeline.compact(by_night=True)
-        assert not pipeline.compact(by_night=True)
+        assert pipeline.compact(nightly=True)
+        assert not pipeline.compact(nightly=True)
         hours = tables.scan("usage_hour").sort("day").collect()
         assert hours.select("day", "device_ms", "energy_mj").rows() == [(long_ago, 60_000, 7), (yesterday, 180_000, 21)]
         assert set(tables.scan("usage_minute").collect()["day"]) == {yesterday}
         tables.commit("usage", 4, busy(yesterday, 3))  # of a host that was away
         now_ns = at(TODAY + timedelta(days=1), 2)
-        assert pipeline.compact(by_night=True)
+        assert pipeline.compact(nightly=True)
         assert tables.scan("usage_hour", yesterday).collect()["device_ms"].to_list() == [240_000]
 
 

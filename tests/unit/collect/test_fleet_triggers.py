@@ -16,18 +16,13 @@ for package in ("sqlalchemy", "deltalake"):
 
 from support.fleet import Stores, add_capture, opened, places  # noqa: E402
 from traceloom.agent.fleet_link.protocol import ArmedProcess, Heartbeat, HostProcess, HostReport, UsageRow  # noqa: E402
-from traceloom.agent.traces.requests import Target  # noqa: E402
+from traceloom.agent.traces.requests import TraceTarget  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
 from traceloom.fleet.rules import FleetRules  # noqa: E402
-from traceloom.fleet.service.requests import HostDesk  # noqa: E402
+from traceloom.fleet.service.requests import HostRegistry  # noqa: E402
 from traceloom.fleet.store.database import LEADER  # noqa: E402
 from traceloom.fleet.store.rules import EVENTS  # noqa: E402
-from traceloom.fleet.triggers import (  # noqa: E402
-    FleetTriggers,  # noqa: E402
-    FoundInCapture,
-    TableNews,
-    table_news,
-)
+from traceloom.fleet.triggers import CaptureFinding, FleetTriggerEngine, TableEvents, collect_table_events
 
 S = 10**9
 DAY = 86_400 * S
@@ -40,8 +35,8 @@ class Fleet:
     def __init__(self, stores: Stores, folder: Path) -> None:
         self.now_ns = MIDNIGHT
         stores.state.lead(LEADER, "term", 600)
-        self.desk = HostDesk(stores.state, folder / "from-hosts", "term", lambda: self.now_ns)
-        self.triggers = FleetTriggers(self.desk, stores.tables)
+        self.desk = HostRegistry(stores.state, folder / "from-hosts", "term", lambda: self.now_ns)
+        self.triggers = FleetTriggerEngine(self.desk, stores.tables)
 
     async def beat(self, *jobs: str, usage: list[UsageRow] | None = None, host: str = "a", **facts: object) -> None:
         """A host tells of its jobs: ranks 0 to 2 of each, the last the slowest."""
@@ -58,7 +53,7 @@ class Fleet:
     async def end(self, request: str, size: int = 1000) -> None:
         """A request ends as it should, with a file of so many bytes."""
         await self.desk.report("a", request, HostReport(state="armed", processes=[ArmedProcess(key="k", pid=1)]))
-        target = Target(
+        target = TraceTarget(
             request="r", process="k", profiler="timeline", pid=1, uid=0, stem="s", state="kept", bytes=size, steps=5
         )
         failed = HostReport(state="failed", reason="upload-failed", targets=[target])
@@ -180,7 +175,7 @@ def test_refusals_are_counted_by_reason_and_say_why(stores: Stores, tmp_path: Pa
     async def test(fleet: Fleet) -> None:
         async def find(job: str, saving: float = 0.2, slug: str = "data-starved") -> str:
             fleet.now_ns += S
-            news = TableNews([FoundInCapture(f"c{fleet.now_ns}", job, slug, saving)], [])
+            news = TableEvents([CaptureFinding(f"c{fleet.now_ns}", job, slug, saving)], [])
             await fleet.triggers.tick(news)
             refusal = fleet.triggers.counts["starved"].last_refusal
             return refusal.reason if refusal is not None and refusal.at_ns == fleet.now_ns else ""
@@ -264,17 +259,17 @@ def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(stores: St
     state = stores.state
     state.add_webhook("w", "https://8.8.8.8", EVENTS)
     now_ns = MIDNIGHT + 3 * DAY
-    assert table_news(state, stores.tables, now_ns) == TableNews([], [])
+    assert collect_table_events(state, stores.tables, now_ns) == TableEvents([], [])
     committed(stores, 0, 14, slower_from=14)
-    first = table_news(state, stores.tables, now_ns)
+    first = collect_table_events(state, stores.tables, now_ns)
     assert {finding.slug for finding in first.findings} == {"straggler"}
     assert first.regressions == []
-    assert table_news(state, stores.tables, now_ns).findings == [], "they are new no more"
+    assert collect_table_events(state, stores.tables, now_ns).findings == [], "they are new no more"
     committed(stores, 14, 24, slower_from=14)
-    news = table_news(state, stores.tables, now_ns)
+    news = collect_table_events(state, stores.tables, now_ns)
     assert [change["kernel"] for change in news.regressions] == ["k"]
     committed(stores, 24, 26, slower_from=14)
-    assert table_news(state, stores.tables, now_ns).regressions == []
+    assert collect_table_events(state, stores.tables, now_ns).regressions == []
     [delivery] = state.due_deliveries(2**62)
     body = json.loads(delivery.document)
     assert (body["event"], body["id"]) == ("regression.new", delivery.id)

@@ -20,14 +20,20 @@ from traceloom.agent.fleet_link.protocol import (
     HostReport,
     UsageRow,
 )
-from traceloom.agent.traces.requests import Target, Wanted
+from traceloom.agent.traces.requests import TraceSpec, TraceTarget
 from traceloom.errors import OutputError
-from traceloom.fleet.service.requests import HostDesk, HostNow, matching_processes, possible_rows, slowest_and_median
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.service.requests import (
+    HostRegistry,
+    LastHeartbeat,
+    drop_impossible_rows,
+    select_processes,
+    select_slowest_and_median,
+)
+from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.database import LEADER
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
-WANTED = Wanted(job="j", steps=3)
+WANTED = TraceSpec(job="j", steps=3)
 CONTENT = b"a trace"
 FILE = HostFile(name="rank0.kineto.json.gz", bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest())
 
@@ -47,11 +53,11 @@ async def sent(content: bytes) -> AsyncIterator[bytes]:
         yield content[at : at + 3]
 
 
-def with_desk(tmp_path: Path, test: Callable[[HostDesk], Awaitable[None]]) -> None:
+def with_desk(tmp_path: Path, test: Callable[[HostRegistry], Awaitable[None]]) -> None:
     async def run() -> None:
-        state = State(str(tmp_path / "state.db"))
+        state = ServiceState(str(tmp_path / "state.db"))
         assert state.lead(LEADER, "term", 600) or state.keep_leading(LEADER, "term", 600)
-        desk = HostDesk(state, tmp_path / "from-hosts", "term")
+        desk = HostRegistry(state, tmp_path / "from-hosts", "term")
         await desk.start()
         try:
             await test(desk)
@@ -62,57 +68,57 @@ def with_desk(tmp_path: Path, test: Callable[[HostDesk], Awaitable[None]]) -> No
     asyncio.run(run())
 
 
-async def joined(desk: HostDesk, host: str) -> str:
+async def joined(desk: HostRegistry, host: str) -> str:
     token = desk.state.add_enrolment("", 1)
     return (await desk.enrol(Enrolment(token=token, host=host))).credential
 
 
 def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         token = desk.state.add_enrolment("", 1)
         credential = (await desk.enrol(Enrolment(token=token, host="a"))).credential
         desk.check_host("a", credential)
         refusals = []
         for of_token, host in ((token, "b"), (desk.state.add_enrolment("", 1), "a"), (desk.state.add_enrolment("c", 1), "b"),
                                (desk.state.add_enrolment("", -1), "b"), ("nothing", "b")):  # fmt: skip
-            with pytest.raises(RequestError) as error:
+            with pytest.raises(HttpError) as error:
                 await desk.enrol(Enrolment(token=of_token, host=host))
             refusals.append(error.value.slug)
         assert refusals == ["unknown-token", "host-exists", "unknown-token", "unknown-token", "unknown-token"]
         # A token that another host shows is not used up by it.
         for_c = desk.state.add_enrolment("c", 1)
-        with pytest.raises(RequestError, match="lets the host `c` join, and not `b`"):
+        with pytest.raises(HttpError, match="lets the host `c` join, and not `b`"):
             await desk.enrol(Enrolment(token=for_c, host="b"))
         desk.check_host("c", (await desk.enrol(Enrolment(token=for_c, host="c"))).credential)
-        with pytest.raises(RequestError, match="was used"):
+        with pytest.raises(HttpError, match="was used"):
             await desk.enrol(Enrolment(token=for_c, host="c"))
         # A token for that very host replaces it.
         again = (await desk.enrol(Enrolment(token=desk.state.add_enrolment("a", 1), host="a"))).credential
         desk.check_host("a", again)
         for host, secret in (("a", credential), ("a", ""), ("b", again)):
-            with pytest.raises(RequestError) as error:
+            with pytest.raises(HttpError) as error:
                 desk.check_host(host, secret)
             assert error.value.slug == "unknown-host"
         await desk.remove("a")
-        with pytest.raises(RequestError):
+        with pytest.raises(HttpError):
             desk.check_host("a", again)
 
     with_desk(tmp_path, test)
 
 
 def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> None:
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         joining = []
         desk.on_stitching = lambda request: joining.append(request.id)
         await desk.heartbeat("a", beat(rank(0)))
-        with pytest.raises(RequestError) as error:
-            await desk.submit(Wanted(job="other", steps=3), "ada")
+        with pytest.raises(HttpError) as error:
+            await desk.submit(TraceSpec(job="other", steps=3), "ada")
         assert error.value.slug == "no-such-job"
         waiting = asyncio.create_task(desk.work("a", (await desk.work("a", "", 0)).version, 30))
         request = (await desk.submit(WANTED, "ada")).id
         offered = await waiting  # it hears of it at once
         assert [(work.request, work.step) for work in offered.work] == [(request, "arm")]
-        with pytest.raises(RequestError) as error:
+        with pytest.raises(HttpError) as error:
             await desk.report("stranger", request, HostReport(state="armed"))
         assert error.value.slug == "no-such-request"
         armed = HostReport(state="armed", processes=[ArmedProcess(key="0@1", pid=1, rank=0)])
@@ -120,7 +126,9 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
         [work] = (await desk.work("a", offered.version, 5)).work
         assert work.step == "start"
         assert work.at_ns == desk.requests[request].start_ns > 0
-        kept = Target(request="r", process="0@1", profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept")
+        kept = TraceTarget(
+            request="r", process="0@1", profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept"
+        )
         await desk.report("a", request, HostReport(state="running", targets=[kept]))
         uploaded = HostReport(state="uploaded", targets=[kept], files=[FILE])
         assert (await desk.report("a", request, uploaded)).missing == [FILE.name]
@@ -128,7 +136,7 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
         for name, content in (
             ("other", CONTENT), (FILE.name, b"another"), (FILE.name, CONTENT + b"x"), (FILE.name, CONTENT[:-1])
         ):  # fmt: skip
-            with pytest.raises(RequestError) as error:
+            with pytest.raises(HttpError) as error:
                 await desk.take_file("a", request, name, sent(content))
             refusals.append(error.value.slug)
         assert refusals == ["no-such-file", "wrong-file", "wrong-file", "wrong-file"]
@@ -140,7 +148,7 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
 
     with_desk(tmp_path, test)
 
-    async def again(desk: HostDesk) -> None:
+    async def again(desk: HostRegistry) -> None:
         [request] = desk.requests.values()
         assert request.state == "stitching"
 
@@ -149,11 +157,11 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 201])
 def test_names_of_files_stay_in_their_directory(tmp_path: Path, name: str) -> None:
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         await desk.heartbeat("a", beat(rank(0)))
         request = (await desk.submit(WANTED, "ada")).id
         file = HostFile(name=name, bytes=1, sha256="0" * 64)
-        with pytest.raises(RequestError) as error:
+        with pytest.raises(HttpError) as error:
             await desk.report("a", request, HostReport(state="uploading", files=[file]))
         assert error.value.slug == "wrong-request"
 
@@ -161,7 +169,7 @@ def test_names_of_files_stay_in_their_directory(tmp_path: Path, name: str) -> No
 
 
 def test_a_request_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         await desk.heartbeat("a", beat(rank(0)))
         request = (await desk.submit(WANTED, "ada")).id
         (desk.incoming / request / "a").mkdir(parents=True)
@@ -179,7 +187,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 def test_a_wait_that_is_none_is_no_wait(wait_s: float, tmp_path: Path) -> None:
     """A timer of no number would stand in the way of all other timers of the service."""
 
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         version = (await desk.work("a", "", 0)).version
         asked = asyncio.create_task(desk.work("a", version, wait_s))
         await asyncio.wait([asked], timeout=20)
@@ -190,7 +198,7 @@ def test_a_wait_that_is_none_is_no_wait(wait_s: float, tmp_path: Path) -> None:
 
 
 def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> None:
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         await joined(desk, "a")
         rows = [
             UsageRow(minute=28_000_000, device="g", state="busy", device_ms=60_000),
@@ -210,7 +218,7 @@ def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> 
 
 
 def test_a_clock_that_was_ahead_for_a_moment_loses_no_time_after_it(tmp_path: Path) -> None:
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         await joined(desk, "a")
         now = time.time_ns() // 60_000_000_000
         for minute in (now - 2, now + 60 * 24, now - 1, now):
@@ -226,31 +234,31 @@ def test_a_clock_that_was_ahead_for_a_moment_loses_no_time_after_it(tmp_path: Pa
 
 def test_minutes_that_have_not_been_are_no_usage() -> None:
     row = UsageRow(minute=100, device="g", state="busy", device_ms=1)
-    assert possible_rows([row], 100 * 60_000_000_000) == [row]
-    assert possible_rows([row], 90 * 60_000_000_000) == []
+    assert drop_impossible_rows([row], 100 * 60_000_000_000) == [row]
+    assert drop_impossible_rows([row], 90 * 60_000_000_000) == []
 
 
 def test_which_processes_a_request_is_about() -> None:
     hosts = {
-        "a": HostNow(heartbeat=beat(rank(0, 5.0), rank(1, 1.0), rank(9, job="other")), received_ns=0),
-        "b": HostNow(heartbeat=beat(rank(2, 3.0), rank(3)), received_ns=0),
+        "a": LastHeartbeat(heartbeat=beat(rank(0, 5.0), rank(1, 1.0), rank(9, job="other")), received_ns=0),
+        "b": LastHeartbeat(heartbeat=beat(rank(2, 3.0), rank(3)), received_ns=0),
     }
 
     def chosen(matching: dict[str, list[HostProcess]]) -> dict[str, list[int | None]]:
         return {host: [process.rank for process in of] for host, of in matching.items()}
 
-    assert chosen(matching_processes(hosts, WANTED)) == {"a": [0, 1], "b": [2, 3]}
-    assert chosen(matching_processes(hosts, Wanted(job="j", ranks=(2,), steps=1))) == {"b": [2]}
-    assert chosen(matching_processes(hosts, Wanted(job="j", host="a", steps=1))) == {"a": [0, 1]}
-    assert chosen(slowest_and_median(matching_processes(hosts, WANTED))) == {"a": [1], "b": [2]}
-    assert slowest_and_median({"a": [rank(0)]}) == {}
+    assert chosen(select_processes(hosts, WANTED)) == {"a": [0, 1], "b": [2, 3]}
+    assert chosen(select_processes(hosts, TraceSpec(job="j", ranks=(2,), steps=1))) == {"b": [2]}
+    assert chosen(select_processes(hosts, TraceSpec(job="j", host="a", steps=1))) == {"a": [0, 1]}
+    assert chosen(select_slowest_and_median(select_processes(hosts, WANTED))) == {"a": [1], "b": [2]}
+    assert select_slowest_and_median({"a": [rank(0)]}) == {}
 
 
 def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) -> None:
     async def run() -> None:
-        state = State(str(tmp_path / "state.db"))
+        state = ServiceState(str(tmp_path / "state.db"))
         state.lead(LEADER, "first", 0)
-        first = HostDesk(state, tmp_path / "of-first", "first")
+        first = HostRegistry(state, tmp_path / "of-first", "first")
         await first.start()
         await first.heartbeat("a", beat(rank(0)))
         name = (await first.submit(WANTED, "ada")).id
@@ -261,7 +269,7 @@ def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) ->
         assert first.requests[name].state == "stitching"
 
         assert state.lead(LEADER, "second", 600)  # the first one's lease has ended
-        second = HostDesk(state, tmp_path / "of-second", "second")  # on another machine
+        second = HostRegistry(state, tmp_path / "of-second", "second")  # on another machine
         joining = []
         second.on_stitching = lambda request: joining.append(request.id)
         await second.start()
@@ -287,7 +295,7 @@ def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) ->
 def test_while_the_state_does_not_answer_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 20)
 
-    async def test(desk: HostDesk) -> None:
+    async def test(desk: HostRegistry) -> None:
         await desk.heartbeat("a", beat(rank(0)))
         kept = (await desk.submit(WANTED, "ada")).id
         other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)

@@ -17,14 +17,11 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import Stores, opened, places  # noqa: E402
 from support.simulated_hosts import CLOCK, made_part, ranked_process  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.agent.traces.requests import Wanted  # noqa: E402
+from traceloom.agent.traces.requests import TraceSpec  # noqa: E402
 from traceloom.fleet.service.executors import ProcessEngine  # noqa: E402
 from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
-from traceloom.fleet.service.request_plan import FleetRequest, HostProgress  # noqa: E402
-from traceloom.fleet.service.requests import (  # noqa: E402
-    HostDesk,  # noqa: E402
-    Joining,  # noqa: E402
-)
+from traceloom.fleet.service.request_plan import FleetRequest, HostStatus  # noqa: E402
+from traceloom.fleet.service.requests import HostRegistry, RequestCompletion
 
 ASKED_NS = 1_790_000_000 * 10**9
 _MOST_S = 120.0
@@ -33,8 +30,8 @@ _MOST_S = 120.0
 class JoiningSite(NamedTuple):
     """A desk, who joins what its hosts sent, and who analyses that."""
 
-    desk: HostDesk
-    joining: Joining
+    desk: HostRegistry
+    joining: RequestCompletion
     pipeline: CapturePipeline
     stores: Stores
 
@@ -43,9 +40,9 @@ class JoiningSite(NamedTuple):
         progress = {}
         for rank, host in enumerate(hosts):
             files = made_part(self.desk.incoming / name / host, host, [ranked_process(rank, "j")])
-            progress[host] = HostProgress(state="uploaded", files=files, clock=CLOCK, ranks=(rank,))
+            progress[host] = HostStatus(state="uploaded", files=files, clock=CLOCK, ranks=(rank,))
         return FleetRequest(
-            id=name, who="ada", asked_ns=ASKED_NS, wanted=Wanted(job="j", steps=2), hosts=progress, state="stitching"
+            id=name, who="ada", asked_ns=ASKED_NS, wanted=TraceSpec(job="j", steps=2), hosts=progress, state="stitching"
         )  # fmt: skip
 
     async def joined(self, request: FleetRequest, *, analyses: bool = True) -> FleetRequest:
@@ -65,15 +62,15 @@ class JoiningSite(NamedTuple):
 
 def at_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[JoiningSite], Awaitable[None]]) -> None:
     monkeypatch.setattr("traceloom.fleet.service.requests._JOIN_POLL_S", 0.02)
-    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**7)
+    monkeypatch.setattr("traceloom.fleet.store.captures._RETRY_DELAY_NS", 10**7)
 
     async def run() -> None:
         stores = opened(places("alone", tmp_path, monkeypatch))
         pipeline = CapturePipeline(*stores, ProcessEngine(1))
         pipeline.lead()
-        desk = HostDesk(stores.state, tmp_path / "from-hosts", pipeline.term)
+        desk = HostRegistry(stores.state, tmp_path / "from-hosts", pipeline.term)
         desk.incoming.mkdir()
-        joining = Joining(desk, pipeline)
+        joining = RequestCompletion(desk, pipeline)
         try:
             await test(JoiningSite(desk, joining, pipeline, stores))
         finally:
@@ -120,7 +117,7 @@ def test_what_was_stopped_and_is_joined_again_is_the_same_capture(
         await site.joining.close()
         assert site.desk.requests["q2"].state == "analysing"
         first = site.desk.requests["q2"].capture
-        again = JoiningSite(site.desk, Joining(site.desk, site.pipeline), site.pipeline, site.stores)
+        again = JoiningSite(site.desk, RequestCompletion(site.desk, site.pipeline), site.pipeline, site.stores)
         ended = await again.joined(request)  # as it was before, as if the next service had not heard of the capture
         assert (ended.state, ended.capture) == ("done", first)
         assert [record.id for record in site.stores.state.captures()] == [first]

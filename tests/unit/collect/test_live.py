@@ -18,9 +18,9 @@ from support.answering import AnsweringService, answering  # noqa: E402
 from support.fleet import KINDS, Kind, opened, places  # noqa: E402
 from traceloom.agent.fleet_link.protocol import Heartbeat, HostDevice, HostProcess  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.fleet.handlers.now import LiveParameters, live  # noqa: E402
-from traceloom.fleet.service.committer import commit_jobs, said_by_captures, said_of_jobs  # noqa: E402
-from traceloom.fleet.service.requests import HostNow  # noqa: E402
+from traceloom.fleet.handlers.now import LiveParameters, build_live_answer  # noqa: E402
+from traceloom.fleet.service.committer import collect_capture_facts, collect_job_facts, commit_jobs  # noqa: E402
+from traceloom.fleet.service.requests import LastHeartbeat  # noqa: E402
 from traceloom.fleet.store.database import LEADER  # noqa: E402
 from traceloom.fleet.store.hosts import JobFacts  # noqa: E402
 from traceloom.fleet.store.schema import SCHEMAS  # noqa: E402
@@ -38,9 +38,9 @@ def process(job: str, rank: int, devices: tuple[str, ...], rate: float | None = 
     return HostProcess(key=key, pid=1, uid=0, job=job, rank=rank, devices=devices, steps_per_second=rate, **said)
 
 
-def heard(devices: list[HostDevice], processes: list[HostProcess], at_ns: int = NOW) -> HostNow:
+def heard(devices: list[HostDevice], processes: list[HostProcess], at_ns: int = NOW) -> LastHeartbeat:
     beat = Heartbeat(sent_ns=1, boot_id="b", version="1", devices=devices, processes=processes)
-    return HostNow(heartbeat=beat, received_ns=at_ns)
+    return LastHeartbeat(heartbeat=beat, received_ns=at_ns)
 
 
 HOSTS = {
@@ -50,7 +50,7 @@ HOSTS = {
 
 
 def test_values_are_those_of_the_devices_of_a_job_and_of_its_slowest_rank() -> None:
-    rows = {row.job: row for row in live(HOSTS, LiveParameters(), NOW).rows}
+    rows = {row.job: row for row in build_live_answer(HOSTS, LiveParameters(), NOW).rows}
     j, k = rows["j"], rows["k[1]"]
     assert (j.host, j.devices, j.busy, j.power_w, j.memory_bytes) == ("n1, n2", 2, pytest.approx(0.3), 300, 20e9)
     assert (j.steps_per_second, j.step_s, j.heard_ns) == (0.5, 2.0, NOW - 5)
@@ -58,14 +58,14 @@ def test_values_are_those_of_the_devices_of_a_job_and_of_its_slowest_rank() -> N
 
 
 def test_hosts_and_devices_are_rows_with_their_jobs() -> None:
-    rows = {row.host: row for row in live(HOSTS, LiveParameters(by="host"), NOW).rows}
+    rows = {row.host: row for row in build_live_answer(HOSTS, LiveParameters(by="host"), NOW).rows}
     assert (rows["n1"].devices, rows["n1"].power_w, rows["n2"].job) == (2, 400, "j, k[1]")
-    devices = live(HOSTS, LiveParameters(by="device", host="n?"), NOW).rows
+    devices = build_live_answer(HOSTS, LiveParameters(by="device", host="n?"), NOW).rows
     assert [(row.device, row.job) for row in devices] == [("a", "j"), ("b", ""), ("c", "j, k[1]"), ("d", "k[1]")]
-    assert [row.job for row in live(HOSTS, LiveParameters(job="k[*"), NOW).rows] == ["k[1]"]
-    assert live(HOSTS, LiveParameters(by="device", top=3), NOW).more
+    assert [row.job for row in build_live_answer(HOSTS, LiveParameters(job="k[*"), NOW).rows] == ["k[1]"]
+    assert build_live_answer(HOSTS, LiveParameters(by="device", top=3), NOW).more
     silent = {"n": heard([device("a", 0.5, 100, stale="lost")], [])}
-    assert live(silent, LiveParameters(by="host"), NOW).rows[0].busy is None
+    assert build_live_answer(silent, LiveParameters(by="host"), NOW).rows[0].busy is None
 
 
 def asked(service: AnsweringService, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +135,8 @@ def test_what_is_said_of_a_job_is_the_first_that_somebody_says() -> None:
         "n2": [process("j", 0, (), user="bo", labels={"b": "x" * 900})],
         "n1": [process("j", 1, (), framework="jax", labels={"a": "1"}), process("a\0b", 0, ())],
     }
-    assert said_of_jobs(processes) == {"j": JobFacts(user="bo", framework="jax", labels={"a": "1", "b": "x" * 500})}
+    assert collect_job_facts(processes) == {
+        "j": JobFacts(user="bo", framework="jax", labels={"a": "1", "b": "x" * 500})
+    }
     captures = pl.DataFrame({"job": ["j", None, "k"], "torch": ["2.9", "2.9", None], "start_ns": [1, 2, 3]})
-    assert said_by_captures(captures) == {("j", 1): JobFacts(framework="pytorch")}
+    assert collect_capture_facts(captures) == {("j", 1): JobFacts(framework="pytorch")}

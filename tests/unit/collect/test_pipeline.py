@@ -17,19 +17,19 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.errors import InputError, UsageError  # noqa: E402
-from traceloom.fleet.service.executors import ProcessEngine, engine_of  # noqa: E402
+from traceloom.fleet.service.executors import ProcessEngine, create_engine  # noqa: E402
 from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
 from traceloom.fleet.service.tasks import (  # noqa: E402
     EngineTask,
     TaskError,
     check,  # noqa: E402
 )
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture  # noqa: E402
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord  # noqa: E402
 
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
-    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**7)
+    monkeypatch.setattr("traceloom.fleet.store.captures._RETRY_DELAY_NS", 10**7)
     made = opened(places("alone", tmp_path, monkeypatch))
     yield made
     made.state.close()
@@ -76,7 +76,7 @@ def test_a_pickle_that_would_run_something_runs_nothing(alone: Stores, engine: P
             return os.system, (f"touch {marker}",)
 
     content = {"memory.pickle": pickle.dumps({"segments": Evil()}), "trace.json": trace_bytes()}
-    files = tuple(FileOfCapture(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in content.items())
+    files = tuple(CaptureFile(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in content.items())
     record = CaptureRecord(
         id="evil", day="2026-11-26", job="", uploader="eve", received_ns=1, complete=False, bytes=1, files=files
     )
@@ -168,7 +168,7 @@ def test_a_process_knows_nothing_of_the_services_environment(monkeypatch: pytest
 
 def test_an_engine_that_there_is_not_is_refused() -> None:
     with pytest.raises(UsageError) as raised:
-        engine_of("magic")
+        create_engine("magic")
     assert raised.value.slug == "unknown-engine"
 
 

@@ -9,23 +9,31 @@ import msgspec
 import pytest
 
 from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, WorkAnswer
-from traceloom.agent.traces.requests import Target, Wanted
+from traceloom.agent.traces.requests import TraceSpec, TraceTarget
 from traceloom.fleet.service import request_plan
-from traceloom.fleet.service.request_plan import FleetRequest, advanced, analysed, planned, reported, stitched, work_of
+from traceloom.fleet.service.request_plan import (
+    FleetRequest,
+    advance_request,
+    apply_report,
+    assign_hosts,
+    finish_analysis,
+    finish_stitching,
+    get_host_work,
+)
 
 S = 1_000_000_000
 NOW = 1_700_000_000 * S
-WANTED = Wanted(job="j", steps=3)
+WANTED = TraceSpec(job="j", steps=3)
 
 
-def asked(*hosts: str, wanted: Wanted = WANTED) -> FleetRequest:
-    return planned(
+def asked(*hosts: str, wanted: TraceSpec = WANTED) -> FleetRequest:
+    return assign_hosts(
         FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted), dict.fromkeys(hosts, (0, 1, 2, 7)), NOW
     )
 
 
-def target(host: str, state: str = "kept", rank: int = 0) -> Target:
-    return Target(
+def target(host: str, state: str = "kept", rank: int = 0) -> TraceTarget:
+    return TraceTarget(
         request="r", process="7@1", profiler="timeline", pid=7, uid=0, rank=rank, stem=f"rank{rank}", state=state,  # type: ignore[arg-type]
         detail=f"{host} is full" if state == "failed" else "",
     )  # fmt: skip
@@ -40,20 +48,22 @@ def armed(*, ready: bool = True, offset_ns: int = 0, error_ns: int = 1000) -> Ho
 
 def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
     request = asked("a", "b")
-    request = reported(request, "a", armed(offset_ns=-3 * S), NOW + S)
-    assert advanced(request, NOW + S) == request  # b has not said anything
-    assert [work.step for host in "ab" if (work := work_of(request, host))] == ["arm", "arm"]
-    request = advanced(reported(request, "b", armed(offset_ns=2 * S, error_ns=40_000_000), NOW + 2 * S), NOW + 2 * S)
+    request = apply_report(request, "a", armed(offset_ns=-3 * S), NOW + S)
+    assert advance_request(request, NOW + S) == request  # b has not said anything
+    assert [work.step for host in "ab" if (work := get_host_work(request, host))] == ["arm", "arm"]
+    request = advance_request(
+        apply_report(request, "b", armed(offset_ns=2 * S, error_ns=40_000_000), NOW + 2 * S), NOW + 2 * S
+    )
     assert request.state == "armed"
-    works = {host: work_of(request, host) for host in "ab"}
+    works = {host: get_host_work(request, host) for host in "ab"}
     starts = {host: work.at_ns for host, work in works.items() if work is not None and work.step == "start"}
     assert starts["a"] - 3 * S == starts["b"] + 2 * S == request.start_ns
     assert request.start_ns > NOW + 2 * S + 40_000_000
 
 
-def by_step(*hosts: str, at_step: int = 0, wanted: Wanted = WANTED) -> FleetRequest:
+def by_step(*hosts: str, at_step: int = 0, wanted: TraceSpec = WANTED) -> FleetRequest:
     request = FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step", at_step=at_step)
-    return planned(request, dict.fromkeys(hosts, (0,)), NOW)
+    return assign_hosts(request, dict.fromkeys(hosts, (0,)), NOW)
 
 
 def stepping(steps: int | None, rate: float | None = 2.0, *, ready: bool = True) -> HostReport:
@@ -62,10 +72,14 @@ def stepping(steps: int | None, rate: float | None = 2.0, *, ready: bool = True)
 
 
 def test_all_begin_with_one_step_that_lies_ahead_of_all() -> None:
-    request = reported(reported(by_step("a", "b"), "a", stepping(100), NOW), "b", stepping(101, ready=False), NOW)
-    request = advanced(reported(request, "b", stepping(109), NOW + 4 * S), NOW + 4 * S)  # a is at 108 by then
+    request = apply_report(
+        apply_report(by_step("a", "b"), "a", stepping(100), NOW), "b", stepping(101, ready=False), NOW
+    )
+    request = advance_request(
+        apply_report(request, "b", stepping(109), NOW + 4 * S), NOW + 4 * S
+    )  # a is at 108 by then
     assert (request.state, request.start_detail) == ("armed", "")
-    works = [work for host in "ab" if (work := work_of(request, host))]
+    works = [work for host in "ab" if (work := get_host_work(request, host))]
     assert {work.at_step for work in works} == {request.start_step}
     # At 2 steps per second there is time for the way, a poll of each process and libkineto's own look.
     assert 109 + 2 * 6 < request.start_step < 109 + 2 * 20
@@ -73,12 +87,12 @@ def test_all_begin_with_one_step_that_lies_ahead_of_all() -> None:
 
 
 def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
-    request = advanced(reported(by_step("a", at_step=1000), "a", stepping(100), NOW), NOW)
+    request = advance_request(apply_report(by_step("a", at_step=1000), "a", stepping(100), NOW), NOW)
     assert (request.start_step, request.start_detail) == (1000, "")
     assert request.start_ns == NOW + 450 * S
-    running = advanced(reported(request, "a", HostReport(state="running"), NOW), NOW + 449 * S)
+    running = advance_request(apply_report(request, "a", HostReport(state="running"), NOW), NOW + 449 * S)
     assert running.state == "running", "nobody is late before it begins"
-    late = advanced(reported(by_step("a", at_step=101), "a", stepping(100), NOW), NOW)
+    late = advance_request(apply_report(by_step("a", at_step=101), "a", stepping(100), NOW), NOW)
     assert late.start_step > 101
     assert "step 101 is too near" in late.start_detail
 
@@ -89,34 +103,34 @@ def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
         (stepping(100), stepping(None), WANTED, "not all steps of rank 0 on b are known"),
         (stepping(100), stepping(100, None), WANTED, "not all steps"),
         (stepping(100), stepping(4000), WANTED, "rank 0 on a has made 100 steps, rank 0 on b 4000"),
-        (stepping(100), stepping(100), Wanted(job="j", duration_s=1.0), "only a timeline"),
+        (stepping(100), stepping(100), TraceSpec(job="j", duration_s=1.0), "only a timeline"),
         (
             stepping(100),
             stepping(100),
-            Wanted(job="j", steps=3, profilers=("timeline", "telemetry")),
+            TraceSpec(job="j", steps=3, profilers=("timeline", "telemetry")),
             "only a timeline",
         ),
     ],
     ids=["unknown", "pace", "differ", "duration", "profilers"],
 )
 def test_where_there_is_no_common_step_they_begin_at_an_instant(
-    first: HostReport, second: HostReport, wanted: Wanted, why: str
+    first: HostReport, second: HostReport, wanted: TraceSpec, why: str
 ) -> None:
-    request = reported(reported(by_step("a", "b", wanted=wanted), "a", first, NOW), "b", second, NOW)
-    request = advanced(request, NOW)
+    request = apply_report(apply_report(by_step("a", "b", wanted=wanted), "a", first, NOW), "b", second, NOW)
+    request = advance_request(request, NOW)
     assert (request.state, request.start_step) == ("armed", 0)
     assert why in request.start_detail
-    assert all((work := work_of(request, host)) and work.at_step == 0 and work.at_ns > NOW for host in "ab")
+    assert all((work := get_host_work(request, host)) and work.at_step == 0 and work.at_ns > NOW for host in "ab")
 
 
 @pytest.mark.parametrize(
     ("offset_ns", "error_ns"), [(0, 2**62), (2**62, 0), (-(2**63), 5)], ids=["unsure", "ahead", "behind"]
 )
 def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -> None:
-    request = reported(asked("a", "b"), "a", armed(offset_ns=offset_ns, error_ns=error_ns), NOW)
-    request = advanced(reported(request, "b", armed(offset_ns=3600 * S), NOW), NOW)
+    request = apply_report(asked("a", "b"), "a", armed(offset_ns=offset_ns, error_ns=error_ns), NOW)
+    request = advance_request(apply_report(request, "b", armed(offset_ns=3600 * S), NOW), NOW)
     assert NOW < request.start_ns < NOW + 30 * S
-    works = {host: work_of(request, host) for host in "ab"}
+    works = {host: get_host_work(request, host) for host in "ab"}
     # The one that cannot be is taken as right; an hour is what a clock may be off.
     assert {host: work.at_ns for host, work in works.items() if work is not None} == {
         "a": request.start_ns, "b": request.start_ns - 3600 * S
@@ -127,56 +141,58 @@ def test_a_clock_that_cannot_be_holds_nobody_up(offset_ns: int, error_ns: int) -
 @pytest.mark.parametrize("rate", [1e308, 1e-300, -2.0, 5e-324], ids=["fast", "slow", "back", "least"])
 @pytest.mark.parametrize("steps", [5, 2**63 - 1])
 def test_a_pace_that_cannot_be_holds_nobody_up(rate: float, steps: int) -> None:
-    request = reported(by_step("a", "b"), "a", stepping(steps, rate), NOW)
-    request = advanced(reported(request, "b", stepping(5), NOW), NOW)
+    request = apply_report(by_step("a", "b"), "a", stepping(steps, rate), NOW)
+    request = advance_request(apply_report(request, "b", stepping(5), NOW), NOW)
     assert (request.state, request.start_step) == ("armed", 0)
     assert "not all steps of rank 0 on a are known" in request.start_detail
-    request = advanced(request, request.start_ns + 3600 * S)
+    request = advance_request(request, request.start_ns + 3600 * S)
     assert request.state in {"collecting", "failed"}
 
 
 @pytest.mark.parametrize(
-    "wanted", [Wanted(job="j", steps=2**53), Wanted(job="j", duration_s=1e308)], ids=["steps", "duration"]
+    "wanted", [TraceSpec(job="j", steps=2**53), TraceSpec(job="j", duration_s=1e308)], ids=["steps", "duration"]
 )
-def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(wanted: Wanted) -> None:
+def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(wanted: TraceSpec) -> None:
     """An agent that cannot read one piece of work has none of the others."""
-    request = reported(by_step("a", at_step=2**53, wanted=wanted), "a", stepping(5), NOW)
-    request = advanced(request, NOW)
-    work = WorkAnswer(version="v", work=[of for of in [work_of(request, "a")] if of is not None])
+    request = apply_report(by_step("a", at_step=2**53, wanted=wanted), "a", stepping(5), NOW)
+    request = advance_request(request, NOW)
+    work = WorkAnswer(version="v", work=[of for of in [get_host_work(request, "a")] if of is not None])
     assert msgspec.json.decode(msgspec.json.encode(work), type=WorkAnswer) == work
     now = NOW
     while not request.ended:
         now += 86_400 * S
         assert now < NOW + 100 * 86_400 * S
-        request = advanced(request, now)
+        request = advance_request(request, now)
 
 
 def test_a_whole_trace_is_done() -> None:
-    request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
-    request = advanced(reported(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S)
+    request = advance_request(apply_report(asked("a"), "a", armed(), NOW), NOW)
+    request = advance_request(
+        apply_report(request, "a", HostReport(state="running", targets=[target("a")]), NOW + S), NOW + S
+    )
     assert request.state == "running"
-    request = advanced(reported(request, "a", HostReport(state="uploading"), NOW + 9 * S), NOW + 9 * S)
+    request = advance_request(apply_report(request, "a", HostReport(state="uploading"), NOW + 9 * S), NOW + 9 * S)
     assert request.state == "collecting"
-    request = advanced(reported(request, "a", HostReport(state="uploaded"), NOW + 10 * S), NOW + 10 * S)
+    request = advance_request(apply_report(request, "a", HostReport(state="uploaded"), NOW + 10 * S), NOW + 10 * S)
     assert request.state == "stitching"
-    assert work_of(request, "a") is None
-    request = analysed(stitched(request, "c1", NOW + 11 * S), NOW + 12 * S)
+    assert get_host_work(request, "a") is None
+    request = finish_analysis(finish_stitching(request, "c1", NOW + 11 * S), NOW + 12 * S)
     assert (request.state, request.capture, request.detail) == ("done", "c1", "")
 
 
 def test_a_host_that_is_late_is_left_out_and_named() -> None:
-    request = reported(asked("a", "b", "c"), "a", armed(), NOW + S)
-    request = reported(request, "c", armed(ready=False), NOW + S)
-    request = advanced(request, NOW + 31 * S)
+    request = apply_report(asked("a", "b", "c"), "a", armed(), NOW + S)
+    request = apply_report(request, "c", armed(ready=False), NOW + S)
+    request = advance_request(request, NOW + 31 * S)
     assert request.state == "armed"
     assert (request.hosts["b"].state, request.hosts["b"].reason) == ("failed", "no-answer")
     assert request.hosts["c"].state == "armed"  # its process may be ready at the instant
-    assert work_of(request, "b") is None
+    assert get_host_work(request, "b") is None
     for host in "ac":
-        request = reported(request, host, HostReport(state="uploaded", targets=[target(host)]), NOW + 60 * S)
-    request = advanced(advanced(request, NOW + 60 * S), NOW + 60 * S)
+        request = apply_report(request, host, HostReport(state="uploaded", targets=[target(host)]), NOW + 60 * S)
+    request = advance_request(advance_request(request, NOW + 60 * S), NOW + 60 * S)
     assert request.state == "stitching"
-    request = analysed(stitched(request, "c1", NOW), NOW)
+    request = finish_analysis(finish_stitching(request, "c1", NOW), NOW)
     assert request.state == "partial"
     why = "it did not say in time that it is ready: nothing was heard of it 31.0 s after it was asked"
     assert request.detail == f"b (ranks 0-2, 7): {why}"
@@ -192,7 +208,7 @@ def traced_by_slow_hosts(delays_ns: dict[str, int], lead_ns: int | None = None) 
     request = asked(*delays_ns)
     for host, delay_ns in sorted(delays_ns.items(), key=lambda item: item[1]):
         decided_ns = NOW + delay_ns
-        request = advanced(reported(request, host, armed(), decided_ns), decided_ns)
+        request = advance_request(apply_report(request, host, armed(), decided_ns), decided_ns)
     assert request.state == "armed"
     start_ns = request.start_ns if lead_ns is None else decided_ns + lead_ns
     late = set()
@@ -206,10 +222,10 @@ def traced_by_slow_hosts(delays_ns: dict[str, int], lead_ns: int | None = None) 
                 begun, state="failed", reason="expired", detail="it did not poll early enough"
             )
         begun = msgspec.structs.replace(begun, start_ns=progress.at_ns)
-        request = reported(request, host, HostReport(state="running"), handed_over_ns - S)
-        request = reported(request, host, HostReport(state="uploaded", targets=[begun]), start_ns + 9 * S)
-    request = advanced(advanced(request, start_ns + 9 * S), start_ns + 9 * S)
-    return analysed(stitched(request, "c", start_ns + 9 * S), start_ns + 9 * S), late
+        request = apply_report(request, host, HostReport(state="running"), handed_over_ns - S)
+        request = apply_report(request, host, HostReport(state="uploaded", targets=[begun]), start_ns + 9 * S)
+    request = advance_request(advance_request(request, start_ns + 9 * S), start_ns + 9 * S)
+    return finish_analysis(finish_stitching(request, "c", start_ns + 9 * S), start_ns + 9 * S), late
 
 
 def test_hosts_that_answer_slowly_have_more_time_until_they_begin() -> None:
@@ -234,54 +250,54 @@ def test_nobody_waits_for_ever_for_a_slow_host_which_is_named_with_how_late_it_w
 
 
 def test_a_host_that_begins_after_the_instant_is_named_by_its_own_clock() -> None:
-    request = reported(asked("a", "b"), "a", armed(offset_ns=3600 * S), NOW)
-    request = advanced(reported(request, "b", armed(), NOW), NOW)
+    request = apply_report(asked("a", "b"), "a", armed(offset_ns=3600 * S), NOW)
+    request = advance_request(apply_report(request, "b", armed(), NOW), NOW)
     for host, behind_ns in (("a", 2_500_000_000), ("b", 0)):
         begun = msgspec.structs.replace(target(host), start_ns=request.hosts[host].at_ns + behind_ns)
-        request = reported(request, host, HostReport(state="uploaded", targets=[begun]), NOW + 20 * S)
-    request = advanced(advanced(request, NOW + 20 * S), NOW + 20 * S)
-    request = analysed(stitched(request, "c", NOW), NOW)
+        request = apply_report(request, host, HostReport(state="uploaded", targets=[begun]), NOW + 20 * S)
+    request = advance_request(advance_request(request, NOW + 20 * S), NOW + 20 * S)
+    request = finish_analysis(finish_stitching(request, "c", NOW), NOW)
     assert (request.state, request.start_detail) == ("done", "a began 2.5 s after the instant")
 
 
 def test_a_rank_that_failed_makes_it_partial() -> None:
-    request = advanced(reported(asked("a"), "a", armed(), NOW), NOW)
+    request = advance_request(apply_report(asked("a"), "a", armed(), NOW), NOW)
     report = HostReport(state="uploaded", targets=[target("a"), target("a", "failed", rank=3)])
-    request = reported(request, "a", report, NOW + S)
-    request = advanced(advanced(request, NOW + S), NOW + S)
-    assert analysed(stitched(request, "c", NOW), NOW).detail == "a: rank 3 (timeline): a is full"
+    request = apply_report(request, "a", report, NOW + S)
+    request = advance_request(advance_request(request, NOW + S), NOW + S)
+    assert finish_analysis(finish_stitching(request, "c", NOW), NOW).detail == "a: rank 3 (timeline): a is full"
 
 
 @pytest.mark.parametrize("hosts", [(), ("a", "b")])
 def test_a_request_that_nobody_can_answer_fails_with_the_reason(hosts: tuple[str, ...]) -> None:
-    request = advanced(asked(*hosts), NOW + 31 * S)
+    request = advance_request(asked(*hosts), NOW + 31 * S)
     assert request.state == "failed"
     assert request.detail
     assert request.reason == ("no-host" if hosts else "no-such-job")
 
 
 def test_a_host_that_says_now_this_and_now_that_holds_nobody_up() -> None:
-    request = advanced(reported(reported(asked("a", "b"), "a", armed(), NOW), "b", armed(), NOW), NOW)
-    request = advanced(reported(request, "a", HostReport(state="uploaded", targets=[target("a")]), NOW), NOW)
+    request = advance_request(apply_report(apply_report(asked("a", "b"), "a", armed(), NOW), "b", armed(), NOW), NOW)
+    request = advance_request(apply_report(request, "a", HostReport(state="uploaded", targets=[target("a")]), NOW), NOW)
     now = NOW
     for number in range(40):
         now += 300 * S
         state = "running" if number % 2 else "uploading"
-        request = advanced(reported(request, "b", HostReport(state=state), now), now)  # type: ignore[arg-type]
-        request = advanced(request, now)
+        request = advance_request(apply_report(request, "b", HostReport(state=state), now), now)  # type: ignore[arg-type]
+        request = advance_request(request, now)
     assert request.state == "stitching"
     assert request.hosts["b"].reason == "upload-failed"
     assert request.since_ns < NOW + 2000 * S
 
 
 def test_what_has_ended_stays_as_it_ended() -> None:
-    request = request_plan.cancelled(asked("a"), NOW)
+    request = request_plan.cancel_request(asked("a"), NOW)
     assert request.state == "cancelled"
-    assert work_of(request, "a") is None
-    assert reported(request, "a", armed(), NOW) == request
-    assert advanced(request, NOW + 10**6 * S) == request
-    done = advanced(reported(asked("a", "b"), "a", HostReport(state="failed", reason="quota"), NOW), NOW)
-    assert reported(done, "a", armed(), NOW) == done
+    assert get_host_work(request, "a") is None
+    assert apply_report(request, "a", armed(), NOW) == request
+    assert advance_request(request, NOW + 10**6 * S) == request
+    done = advance_request(apply_report(asked("a", "b"), "a", HostReport(state="failed", reason="quota"), NOW), NOW)
+    assert apply_report(done, "a", armed(), NOW) == done
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -302,11 +318,11 @@ def test_whatever_hosts_do_it_ends_and_says_who_is_missing(seed: int) -> None:
         for when, name, state in events:
             if when == at:
                 report = armed() if state == "armed" else HostReport(state=state, targets=[target(name)])  # type: ignore[arg-type]
-                request = reported(request, name, report, at)
-        while (further := advanced(request, at)) != request:
+                request = apply_report(request, name, report, at)
+        while (further := advance_request(request, at)) != request:
             request = further
         if request.state == "stitching":
-            request = analysed(stitched(request, "c", at), at)
+            request = finish_analysis(finish_stitching(request, "c", at), at)
         states.append(request.state)
     assert request.ended
     assert now >= request.since_ns

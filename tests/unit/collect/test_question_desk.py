@@ -15,31 +15,23 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from traceloom.fleet.questions.answering import (  # noqa: E402
-    MOST_AT_ONCE,  # noqa: E402
-    MOST_WAITING,
-    QuestionDesk,
-    StillWorkingError,
-)
+from traceloom.fleet.questions.answering import MAX_CONCURRENT, MAX_WAITING, AnswerPendingError, QueryService
 from traceloom.fleet.questions.catalogue import QUESTION  # noqa: E402
-from traceloom.fleet.questions.declaration import (  # noqa: E402
-    QuestionFrames,  # noqa: E402
-    RulesAsking,  # noqa: E402
-)
-from traceloom.fleet.store.captures import State  # noqa: E402
-from traceloom.fleet.store.schema import SCHEMAS, day_of  # noqa: E402
+from traceloom.fleet.questions.declaration import QuestionFrames, RuleQuery
+from traceloom.fleet.store.captures import ServiceState  # noqa: E402
+from traceloom.fleet.store.schema import SCHEMAS, get_utc_day  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
-from traceloom.server.problem import RequestError  # noqa: E402
+from traceloom.server.problem import HttpError  # noqa: E402
 
 NOW = 1_790_000_000 * 10**9
 FINDINGS = QUESTION["findings"]
 
 
-def with_desk(folder: Path, test: Callable[[QuestionDesk], Awaitable[None]], seconds: float = 60.0) -> None:
+def with_desk(folder: Path, test: Callable[[QueryService], Awaitable[None]], seconds: float = 60.0) -> None:
     async def run() -> None:
-        tables, state = Tables(str(folder)), State(str(folder / "state.db"))
+        tables, state = Tables(str(folder)), ServiceState(str(folder / "state.db"))
         tables.create()
-        desk = QuestionDesk(tables, state, lambda: NOW, seconds)
+        desk = QueryService(tables, state, lambda: NOW, seconds)
         try:
             await test(desk)
         finally:
@@ -50,22 +42,22 @@ def with_desk(folder: Path, test: Callable[[QuestionDesk], Awaitable[None]], sec
 
 
 def test_what_takes_too_long_is_said_so_and_what_is_too_much_is_refused(tmp_path: Path) -> None:
-    async def test(desk: QuestionDesk) -> None:
+    async def test(desk: QueryService) -> None:
         release = threading.Event()
         slugs = []
         try:
-            asked = [asyncio.ensure_future(desk.work(release.wait)) for _ in range(MOST_WAITING)]
+            asked = [asyncio.ensure_future(desk.work(release.wait)) for _ in range(MAX_WAITING)]
             await asyncio.sleep(0)
-            with pytest.raises(RequestError) as refused:
+            with pytest.raises(HttpError) as refused:
                 await desk.work(release.wait)
             assert (refused.value.slug, refused.value.status) == ("busy", 503)
             # a state's method, as an agent's request needs it, goes on meanwhile
             assert await asyncio.to_thread(desk.state.counts)
             for answer in await asyncio.gather(*asked, return_exceptions=True):
-                assert isinstance(answer, RequestError)
+                assert isinstance(answer, HttpError)
                 slugs.append(answer.slug)
             names = [thread.name for thread in threading.enumerate() if "traceloom-question" in thread.name]
-            assert len(names) == MOST_AT_ONCE
+            assert len(names) == MAX_CONCURRENT
         finally:
             release.set()
         assert set(slugs) == {"slow-question"}
@@ -77,28 +69,28 @@ def test_what_takes_too_long_is_said_so_and_what_is_too_much_is_refused(tmp_path
 
 
 def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path) -> None:
-    async def test(desk: QuestionDesk) -> None:
-        first = await desk.ask(FINDINGS, RulesAsking())
-        assert await desk.ask(FINDINGS, RulesAsking()) is first
-        assert await desk.ask(FINDINGS, RulesAsking(top=7)) is not first
-        of_before = await desk.ask(FINDINGS, RulesAsking(top=8))
-        day = day_of(NOW)
+    async def test(desk: QueryService) -> None:
+        first = await desk.ask(FINDINGS, RuleQuery())
+        assert await desk.ask(FINDINGS, RuleQuery()) is first
+        assert await desk.ask(FINDINGS, RuleQuery(top=7)) is not first
+        of_before = await desk.ask(FINDINGS, RuleQuery(top=8))
+        day = get_utc_day(NOW)
         row = {"day": [day], "capture": ["c"], "slug": ["launch-bound"], "confidence": [1.0]}
         about = {"day": [day], "capture": ["c"], "start_ns": [NOW]}
         rows = {name: SCHEMAS[name].complete(pl.DataFrame(data)) for name, data in
                 (("findings", row), ("captures", about))}  # fmt: skip
         desk.tables.commit("captures", 1, rows)
-        assert await desk.ask(FINDINGS, RulesAsking(top=8), seconds=3600.0) is of_before, "it is not old"
-        second = await desk.ask(FINDINGS, RulesAsking())
+        assert await desk.ask(FINDINGS, RuleQuery(top=8), seconds=3600.0) is of_before, "it is not old"
+        second = await desk.ask(FINDINGS, RuleQuery())
         assert [each.rule for each in second.rows] == ["launch-bound"]  # type: ignore[attr-defined]
         desk.state.put_document("owners", "olga", "")
-        assert await desk.ask(FINDINGS, RulesAsking()) is not second
+        assert await desk.ask(FINDINGS, RuleQuery()) is not second
 
     with_desk(tmp_path, test)
 
 
 def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_meanwhile(tmp_path: Path) -> None:
-    async def test(desk: QuestionDesk) -> None:
+    async def test(desk: QueryService) -> None:
         release, worked = threading.Event(), []
 
         def slow(frames: QuestionFrames, asked: Any) -> Any:
@@ -106,9 +98,9 @@ def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_mea
             release.wait()
             return FINDINGS.compute(frames, asked)
 
-        question, asked = replace(FINDINGS, compute=slow), RulesAsking()
+        question, asked = replace(FINDINGS, compute=slow), RuleQuery()
         for _ in range(3):
-            with pytest.raises(StillWorkingError) as working:
+            with pytest.raises(AnswerPendingError) as working:
                 await desk.ask_again(question, asked, 0.0)
         assert working.value.seconds > 0
         desk.state.put_document("owners", "olga", "")  # which has an answer made anew
@@ -116,7 +108,7 @@ def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_mea
         answers = [await desk.ask_again(question, asked, 60.0) for _ in range(2)]
         assert answers[0] is answers[1]
         assert len(worked) == 1
-        other = await desk.ask_again(question, RulesAsking(top=3), 60.0)
+        other = await desk.ask_again(question, RuleQuery(top=3), 60.0)
         assert other is not answers[0]
 
     with_desk(tmp_path, test)

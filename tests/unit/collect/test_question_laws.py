@@ -16,32 +16,22 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import fill  # noqa: E402
 from traceloom.errors import UsageError  # noqa: E402
-from traceloom.fleet.analyses.attribution import (  # noqa: E402
-    attribution,  # noqa: E402
-    periods,  # noqa: E402
-    tree,  # noqa: E402
-)
+from traceloom.fleet.analyses.attribution import build_attribution_tree, compute_ownership_periods, divide_device_time
 from traceloom.fleet.questions.catalogue import QUESTIONS  # noqa: E402
-from traceloom.fleet.questions.declaration import (  # noqa: E402
-    HOUR_NS,
-    Asking,
-    Paged,
-    Period,
-    QuestionFrames,  # noqa: E402
-)
+from traceloom.fleet.questions.declaration import HOUR_NS, PagedQuery, Period, QuestionFrames, TimeQuery
 from traceloom.fleet.store.tables import Tables  # noqa: E402
-from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks  # noqa: E402
 
 FIRST = datetime(2026, 10, 5, tzinfo=timezone.utc)
 BY_NAME = {question.name: question for question in QUESTIONS}
 # Regressions are cut into pages as all others are, and take seconds.
-PAGED = [q.name for q in QUESTIONS if issubclass(q.parameters, Paged) and q.name != "regressions"]
+PAGED = [q.name for q in QUESTIONS if issubclass(q.parameters, PagedQuery) and q.name != "regressions"]
 ALL = {"since": "2026-10-05", "until": "2026-10-20"}
 
 
 @cache
 def weeks() -> Weeks:
-    return made_weeks(WeeksRecipe(days=12, usage_days=3, captures=1))
+    return build_weeks(WeeksRecipe(days=12, usage_days=3, captures=1))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +50,7 @@ def hour(number: int) -> str:
 def ask(tables: Tables, name: str, **wanted: Any) -> dict[str, Any]:
     """The answer to a question, as JSON."""
     question = BY_NAME[name]
-    asked: Asking = msgspec.convert(wanted, question.parameters)
+    asked: TimeQuery = msgspec.convert(wanted, question.parameters)
     frames = QuestionFrames(tables, asked, Period.of(asked, int(FIRST.timestamp() + 40 * 86_400) * 10**9))
     answer: dict[str, Any] = msgspec.to_builtins(question.ask(frames, asked))
     return answer
@@ -180,7 +170,9 @@ def test_ranges_that_lie_outside_of_all_days_have_no_rows(tables: Tables) -> Non
 def test_a_curve_of_too_many_points_is_refused_and_not_cut(tables: Tables) -> None:
     usage = tables.scan("usage_hour").head(1).drop("time_ns").collect()
     points = pl.DataFrame({"time_ns": [number * HOUR_NS for number in range(6_000)]})
-    owned = periods(tables.scan("jobs"), tables.scan("owners"))
+    owned = compute_ownership_periods(tables.scan("jobs"), tables.scan("owners"))
     with pytest.raises(UsageError) as refused:
-        tree(attribution(usage.join(points, how="cross").lazy(), owned, ["job"], None, HOUR_NS), 20)
+        build_attribution_tree(
+            divide_device_time(usage.join(points, how="cross").lazy(), owned, ["job"], None, HOUR_NS), 20
+        )
     assert refused.value.slug == "too-many-rows"

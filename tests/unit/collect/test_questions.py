@@ -16,8 +16,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
 from traceloom.fleet.questions.catalogue import QUESTIONS  # noqa: E402
-from traceloom.fleet.questions.declaration import DAY_NS, HOUR_NS, Asking, Period  # noqa: E402
-from traceloom.testing.fleet_weeks import CHANGES, Team, Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.fleet.questions.declaration import DAY_NS, HOUR_NS, Period, TimeQuery  # noqa: E402
+from traceloom.testing.fleet_weeks import CHANGES, Team, Weeks, WeeksRecipe, build_weeks  # noqa: E402
 
 SLOW = 1
 USAGE = {"since": "2026-10-05", "until": "2026-10-07"}
@@ -25,7 +25,7 @@ USAGE = {"since": "2026-10-05", "until": "2026-10-07"}
 
 @cache
 def weeks() -> Weeks:
-    return made_weeks(WeeksRecipe(slow_host=SLOW, captures=1))
+    return build_weeks(WeeksRecipe(slow_host=SLOW, captures=1))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_part_of_a_day_is_looked_at_exactly(fleet: AnsweringService) -> None:
 
 def test_the_slow_host_is_the_outlier_among_hosts_that_ran_the_same(tmp_path: Path) -> None:
     team = Team("recommender", "ads", "feed", "ana", "torch 2.9", hosts=6)
-    slow = made_weeks(WeeksRecipe(days=3, usage_days=0, changes=(), slow_host=2, captures=1, teams=(team,)))
+    slow = build_weeks(WeeksRecipe(days=3, usage_days=0, changes=(), slow_host=2, captures=1, teams=(team,)))
     with answering(tmp_path, slow) as service:
         hosts = service.admin.get("outliers", **DAYS)["hosts"]
     assert [row["host"] for row in hosts if row["outlier"]] == [slow.hosts[2]]
@@ -199,8 +199,8 @@ def test_what_cannot_be_asked_is_refused(fleet: AnsweringService) -> None:
 
 def test_ranges_begin_at_full_hours_or_days() -> None:
     now = 20_000 * DAY_NS + 5 * HOUR_NS + 7
-    assert Period.of(Asking(since="30d"), now) == (19_970 * DAY_NS, 20_000 * DAY_NS + 6 * HOUR_NS, True)
-    assert Period.of(Asking(since="6h"), now)[0] == 20_000 * DAY_NS - HOUR_NS
+    assert Period.of(TimeQuery(since="30d"), now) == (19_970 * DAY_NS, 20_000 * DAY_NS + 6 * HOUR_NS, True)
+    assert Period.of(TimeQuery(since="6h"), now)[0] == 20_000 * DAY_NS - HOUR_NS
 
 
 RULES = """

@@ -9,7 +9,7 @@ import pytest
 
 from support.waiting import until
 from traceloom.errors import UsageError
-from traceloom.fleet.questions.answering import MOST_AT_ONCE, RecentAnswers
+from traceloom.fleet.questions.answering import MAX_CONCURRENT, AnswerCache
 
 WAIT_S = 60.0
 
@@ -27,7 +27,7 @@ class Counting:
 
 def test_an_answer_is_worked_out_anew_when_it_is_old() -> None:
     seconds, work = 0.0, Counting()
-    recent = RecentAnswers[int](3, lambda: seconds)
+    recent = AnswerCache[int](3, lambda: seconds)
 
     def answer(question: str) -> int:
         return recent.get(question, work, seconds=10.0)
@@ -41,7 +41,7 @@ def test_an_answer_is_worked_out_anew_when_it_is_old() -> None:
 
 def test_an_answer_of_the_same_tables_is_kept_however_old_and_one_of_others_only_for_who_takes_it() -> None:
     seconds, work = 0.0, Counting()
-    recent = RecentAnswers[int](3, lambda: seconds)
+    recent = AnswerCache[int](3, lambda: seconds)
     assert recent.get("a", work, basis=1) == 1
     seconds = 1000.0
     assert recent.get("a", work, basis=1) == 1
@@ -53,7 +53,7 @@ def test_an_answer_of_the_same_tables_is_kept_however_old_and_one_of_others_only
 
 def test_the_answer_that_nobody_asked_for_longest_is_dropped() -> None:
     work = Counting()
-    recent = RecentAnswers[int](2)
+    recent = AnswerCache[int](2)
     for question in ("a", "b", "a", "c"):
         recent.get(question, work, basis=1)
     assert work.times == 3
@@ -62,7 +62,7 @@ def test_the_answer_that_nobody_asked_for_longest_is_dropped() -> None:
 
 
 def test_who_asks_the_same_waits_for_one_answer_and_who_asks_something_else_does_not() -> None:
-    recent, release, other = RecentAnswers[str](9), threading.Event(), Counting()
+    recent, release, other = AnswerCache[str](9), threading.Event(), Counting()
     begun = 0
 
     def slow() -> str:
@@ -83,7 +83,7 @@ def test_who_asks_the_same_waits_for_one_answer_and_who_asks_something_else_does
 
 
 def test_no_more_are_worked_out_at_once_than_may_be() -> None:
-    recent, lock, release = RecentAnswers[int](99), threading.Lock(), threading.Event()
+    recent, lock, release = AnswerCache[int](99), threading.Lock(), threading.Event()
     running, most = 0, 0
 
     def work() -> int:
@@ -99,14 +99,14 @@ def test_no_more_are_worked_out_at_once_than_may_be() -> None:
     asked: list[Future[int]] = []
     with ThreadPoolExecutor(12) as threads:
         asked = [threads.submit(recent.get, question, work, basis=1) for question in range(12)]
-        until(lambda: running == MOST_AT_ONCE)
+        until(lambda: running == MAX_CONCURRENT)
         release.set()
         assert [future.result(WAIT_S) for future in asked] == [7] * 12
-    assert most == MOST_AT_ONCE
+    assert most == MAX_CONCURRENT
 
 
 def test_what_cannot_be_answered_is_said_to_all_who_wait_and_tried_again() -> None:
-    recent, release = RecentAnswers[int](9), threading.Event()
+    recent, release = AnswerCache[int](9), threading.Event()
     begun = threading.Event()
 
     def fail() -> int:

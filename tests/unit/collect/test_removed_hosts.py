@@ -16,7 +16,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 from support.answering import answering  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from traceloom.agent.fleet_link.protocol import Heartbeat, UsageRow  # noqa: E402
-from traceloom.fleet.store.captures import State  # noqa: E402
+from traceloom.fleet.store.captures import ServiceState  # noqa: E402
 
 
 def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(tm
 
 
 def test_minutes_of_a_host_that_is_none_are_not_kept(tmp_path: Path) -> None:
-    state = State(str(tmp_path / "state.db"))
+    state = ServiceState(str(tmp_path / "state.db"))
     state.put_host("n1", "credential")
     state.add_usage("n1", {5: "[]", 7: "[]"})
     state.add_usage("gone", {5: "[]"})

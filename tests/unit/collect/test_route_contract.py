@@ -33,7 +33,7 @@ from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     HostReport,
     UsageRow,
 )
-from traceloom.agent.traces.requests import Target, Wanted  # noqa: E402
+from traceloom.agent.traces.requests import TraceSpec, TraceTarget  # noqa: E402
 from traceloom.fleet.handlers.captures import FleetRoute  # noqa: E402
 from traceloom.fleet.handlers.hosts import RequestBody  # noqa: E402
 from traceloom.fleet.service.app import ROUTES  # noqa: E402
@@ -267,11 +267,11 @@ FIRST = {
 
 
 PROCESS = ranked_process(0, "job")
-TARGET = Target(
+TARGET = TraceTarget(
     request="r", process=PROCESS.key, profiler="timeline", pid=1, uid=0, rank=0, stem="rank0", state="kept"
 )  # fmt: skip
 WHOLE = {
-    "requests": RequestBody(wanted=Wanted(job="job", steps=2, ranks=(0,)), mark="m"),
+    "requests": RequestBody(wanted=TraceSpec(job="job", steps=2, ranks=(0,)), mark="m"),
     "agents/node0/heartbeat": Heartbeat(
         sent_ns=1, boot_id="b", version="1", processes=[PROCESS], trouble={"gpu": "gone"},
         clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8), devices=[HostDevice(uuid="GPU-0", values={"a": 1.0})],

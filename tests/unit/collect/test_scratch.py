@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.fleet.service.tasks import EngineTask, TaskError, TaskFile, in_scratch
+from traceloom.fleet.service.tasks import EngineTask, TaskError, TaskFile, run_in_scratch
 
 CONTENT = b"content" * 1000
 
@@ -69,7 +69,7 @@ def result_of(home: Path, *files: TaskFile, name: Any = "analyse") -> bytes:
 
     task = EngineTask(name, files, {"capture": "c1"}, 60)
     try:
-        return in_scratch(task, work, lambda: None, home)
+        return run_in_scratch(task, work, lambda: None, home)
     finally:
         assert list(home.glob("traceloom-*")) == []
 
@@ -82,7 +82,7 @@ def test_a_task_has_its_files_and_leaves_nothing(address: str, tmp_path: Path) -
 
 def test_a_check_is_told_what_was_announced_and_not_where_it_is_kept(address: str, tmp_path: Path) -> None:
     file, seen = file_at(f"{address}/file?signature=secret"), []
-    assert in_scratch(EngineTask("check", (file,), {}, 60), seen.append, lambda: None, tmp_path) == b""
+    assert run_in_scratch(EngineTask("check", (file,), {}, 60), seen.append, lambda: None, tmp_path) == b""
     [keywords] = seen
     assert keywords["files"] == [{"name": file.name, "size": file.size, "sha256": file.sha256}]
     assert "secret" not in str(keywords)
@@ -133,13 +133,15 @@ def test_fetching_ends_when_it_is_to_end(address: str, tmp_path: Path) -> None:
         raise TaskError("it is late")
 
     with pytest.raises(TaskError, match="late"):
-        in_scratch(EngineTask("check", (file_at(f"{address}/endless", size=1 << 40),), {}, 60), print, go_on, tmp_path)
+        run_in_scratch(
+            EngineTask("check", (file_at(f"{address}/endless", size=1 << 40),), {}, 60), print, go_on, tmp_path
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_result_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
-    monkeypatch.setattr("traceloom.fleet.service.tasks.RESULT_BYTES", len(CONTENT) - 1)
+    monkeypatch.setattr("traceloom.fleet.service.tasks.MAX_RESULT_BYTES", len(CONTENT) - 1)
     with pytest.raises(TaskError, match="MiB"):
         result_of(tmp_path, file_at(str(tmp_path / "a")))
 
@@ -151,7 +153,7 @@ def test_what_went_wrong_names_the_files_of_the_capture_and_not_the_folder(addre
 
     task = EngineTask("analyse", (file_at(f"{address}/good"),), {}, 60.0)
     with pytest.raises(TaskError) as refused:
-        in_scratch(task, refuse, lambda: None, tmp_path)
+        run_in_scratch(task, refuse, lambda: None, tmp_path)
     assert refused.value.message == "no trace in the capture: folder/a.json is none"
     assert refused.value.final
     assert not list(tmp_path.iterdir())

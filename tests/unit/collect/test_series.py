@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from support.answering import AnsweringService, answering  # noqa: E402
 from traceloom.agent.fleet_link.protocol import ClockOffset, Heartbeat, HostDevice, HostProcess, UsageRow  # noqa: E402
-from traceloom.agent.traces.requests import Wanted  # noqa: E402
+from traceloom.agent.traces.requests import TraceSpec  # noqa: E402
 from traceloom.fleet.service.request_plan import FleetRequest  # noqa: E402
-from traceloom.fleet.service.requests import HostNow  # noqa: E402
+from traceloom.fleet.service.requests import LastHeartbeat  # noqa: E402
 from traceloom.fleet.service.service import FLEET_METRICS  # noqa: E402
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture  # noqa: E402
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord  # noqa: E402
 
 Series = dict[tuple[str, ...], float]
 
@@ -35,7 +35,7 @@ def service(tmp_path: Path) -> Iterator[AnsweringService]:
 def series(service: AnsweringService) -> dict[str, Series]:
     """Name -> values of the labels -> value, as Prometheus reads them."""
     values: dict[str, Series] = defaultdict(dict)
-    for family in text_string_to_metric_families(service.service.metrics().decode()):
+    for family in text_string_to_metric_families(service.service.render_metrics().decode()):
         for sample in family.samples:
             if not sample.name.endswith("_created"):
                 name = sample.name.removesuffix("_total")
@@ -45,12 +45,12 @@ def series(service: AnsweringService) -> dict[str, Series]:
     return values
 
 
-def heard(number: int, ago_s: float, stale: str = "", job: str = "", offset_ns: int | None = None) -> HostNow:
+def heard(number: int, ago_s: float, stale: str = "", job: str = "", offset_ns: int | None = None) -> LastHeartbeat:
     clock = None if offset_ns is None else ClockOffset(offset_ns=offset_ns, error_ns=1, round_trips=16)
     devices = [HostDevice(uuid=f"g{at}", stale=stale) for at in range(number)]
     processes = [HostProcess(key="1@1", pid=1, uid=0, job=job)]
     beat = Heartbeat(sent_ns=1, boot_id="b", version="1", devices=devices, processes=processes, clock=clock)
-    return HostNow(heartbeat=beat, received_ns=time.time_ns() - int(ago_s * 1e9))
+    return LastHeartbeat(heartbeat=beat, received_ns=time.time_ns() - int(ago_s * 1e9))
 
 
 def test_hosts_devices_and_jobs_are_counted_as_they_are_now(service: AnsweringService) -> None:
@@ -99,7 +99,7 @@ def test_captures_and_requests_are_counted_by_how_far_they_are(service: Answerin
     state, desk = service.service.state, service.service.hosts
     assert desk is not None
     for number in range(3):
-        files = (FileOfCapture("a", 1, "0" * 64),)
+        files = (CaptureFile("a", 1, "0" * 64),)
         state.add_capture(
             CaptureRecord(
                 id=f"c{number}", day="2026-11-26", job="", uploader="u", received_ns=number, complete=False, bytes=1,
@@ -111,7 +111,7 @@ def test_captures_and_requests_are_counted_by_how_far_they_are(service: Answerin
     for number, how in enumerate(("armed", "armed", "done", "failed")):
         name = f"q{number}"
         desk.requests[name] = FleetRequest(
-            id=name, who="w", asked_ns=1, wanted=Wanted(job="j", steps=1), state=how,  # type: ignore[arg-type]
+            id=name, who="w", asked_ns=1, wanted=TraceSpec(job="j", steps=1), state=how,  # type: ignore[arg-type]
         )  # fmt: skip
     values = series(service)
     tasks = {key: value for key, value in values["traceloom_fleet_tasks"].items() if value}

@@ -25,7 +25,7 @@ from support.waiting import until  # noqa: E402
 from traceloom.cli import main  # noqa: E402
 from traceloom.cli.upload import FleetClient, upload  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.fleet.store.captures import State  # noqa: E402
+from traceloom.fleet.store.captures import ServiceState  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_a_service_that_does_not_run_is_said_so(capsys: pytest.CaptureFixture[st
 def test_a_service_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, moment: str) -> None:
     service = RunningService(tmp_path, "--store", str(tmp_path / "store"), "--workers", "1")
     (tmp_path / "t.json").write_bytes(trace_bytes())
-    state = State(str(tmp_path / "store" / "state.db"))
+    state = ServiceState(str(tmp_path / "store" / "state.db"))
     try:
         capture = upload(service.client(), tmp_path / "t.json")["id"]
         far = {"uploaded": {"received", "checked"}, "checked": {"checked", "analysed"}, "committed": {"committed"}}

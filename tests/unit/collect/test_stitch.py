@@ -11,7 +11,7 @@ import pytest
 from support.beside import put, series, stacks, telemetry
 from traceloom.agent.fleet_link.protocol import ClockOffset
 from traceloom.errors import InputError
-from traceloom.fleet.service.requests import HostPart, stitch
+from traceloom.fleet.service.requests import HostPart, merge_host_parts
 from traceloom.formats import load
 from traceloom.testing import TraceBuilder
 
@@ -46,7 +46,7 @@ def whole(folder: Path) -> dict[str, Any]:
 
 def test_everything_of_all_hosts_stands_on_one_clock(tmp_path: Path) -> None:
     parts = [host_part(tmp_path, "node1", 0, 0), host_part(tmp_path, "node2", 1, LATE)]
-    faults = stitch(parts, tmp_path / "job", {"id": "f1", "who": "ada"})
+    faults = merge_host_parts(parts, tmp_path / "job", {"id": "f1", "who": "ada"})
     assert faults == []
     session = load(tmp_path / "job", cache=False)
     session.check()
@@ -71,7 +71,7 @@ def test_everything_of_all_hosts_stands_on_one_clock(tmp_path: Path) -> None:
 
 def test_names_that_two_hosts_use_are_told_apart(tmp_path: Path) -> None:
     parts = [host_part(tmp_path, f"node{number}", number, 0, stem="pid7") for number in (0, 1)]
-    assert stitch(parts, tmp_path / "job", {}) == []
+    assert merge_host_parts(parts, tmp_path / "job", {}) == []
     assert {path.name for path in (tmp_path / "job").iterdir()} == {
         "capture.json", "pid7.kineto.json.gz", "pid7.stacks.json.gz", "node1-pid7.kineto.json.gz",
         "node1-pid7.stacks.json.gz", "node0.telemetry.json.gz", "node1.telemetry.json.gz",
@@ -88,13 +88,13 @@ def test_a_host_that_sent_nothing_usable_is_named(tmp_path: Path) -> None:
     (torn.folder / "capture.json").write_text('{"format": "traceloom-capture", "ranks": [{')
     missing = host_part(tmp_path, "node3", 2, 0)
     (missing.folder / "rank2.kineto.json.gz").unlink()
-    faults = stitch([good, torn, missing], tmp_path / "job", {})
+    faults = merge_host_parts([good, torn, missing], tmp_path / "job", {})
     assert faults == [
         "node2: its capture.json cannot be read", "node3: rank 2 names a file that did not come"
     ]  # fmt: skip
     assert load(tmp_path / "job", cache=False).ranks == (0,)
     with pytest.raises(InputError) as error:
-        stitch([torn, missing], tmp_path / "nothing", {})
+        merge_host_parts([torn, missing], tmp_path / "nothing", {})
     assert error.value.slug == "no-capture"
 
 
@@ -107,7 +107,7 @@ def test_nothing_of_a_host_leaves_the_capture(tmp_path: Path) -> None:
     outside = [{"rank": 5, "window": {"file": "../secret"}}, {"rank": 9, "window": {"file": "rank9.kineto.json.gz"}}]
     document["ranks"] += [*outside, "no object", {"rank": 4, "window": None}]
     (part.folder / "capture.json").write_text(json.dumps(document))
-    faults = stitch([part], tmp_path / "job", {})
+    faults = merge_host_parts([part], tmp_path / "job", {})
     assert len(faults) == 4
     assert not (tmp_path / "job" / "rank9.kineto.json.gz").exists()
     assert [entry["rank"] for entry in whole(tmp_path / "job")["ranks"]] == [0]

@@ -22,7 +22,7 @@ from traceloom.fleet.service.executors import ProcessEngine  # noqa: E402
 from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
 from traceloom.fleet.store.database import LEADER  # noqa: E402
 from traceloom.fleet.store.hosts import JobFacts  # noqa: E402
-from traceloom.fleet.store.schema import day_of  # noqa: E402
+from traceloom.fleet.store.schema import get_utc_day  # noqa: E402
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_what_it_cannot_do_is_said_as_this_process_would(stores: Stores, writer:
     with pytest.raises(OutputError) as refused:
         writer.commit("term")
     assert (refused.value.slug, refused.value.where) == ("not-leading", stores.state.where)
-    writer.compact(day_of(1_790_000_000 * 10**9))
+    writer.compact(get_utc_day(1_790_000_000 * 10**9))
     log = Path(where.store) / "tables" / "kernels" / "_delta_log"
     for file in log.iterdir():
         file.write_bytes(b"no log")

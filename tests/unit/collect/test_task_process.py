@@ -18,7 +18,7 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import trace_bytes  # noqa: E402
 from support.sessions import busy_step  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.fleet.store.tables import unpacked_rows  # noqa: E402
+from traceloom.fleet.store.tables import unpack_rows  # noqa: E402
 from traceloom.formats import read_kineto  # noqa: E402
 from traceloom.system.processes import WorkerProcess  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
@@ -106,7 +106,7 @@ def test_rows_and_pages_are_made_of_a_folder(tasks: Asked, tmp_path: Path) -> No
     (folder / "trace.json").write_bytes(trace_bytes())
     more = {"capture": "c1", "received_ns": 1_790_000_000 * 10**9, "job": ""}
     assert tasks.ask(task="analyse", arguments={"folder": str(folder), "out": str(tmp_path / "rows"), **more}) == {}
-    tables = unpacked_rows((tmp_path / "rows").read_bytes(), "c1")
+    tables = unpack_rows((tmp_path / "rows").read_bytes(), "c1")
     kernels = [e for e in json.loads(trace_bytes())["traceEvents"] if e.get("cat", "").lower() == "kernel"]
     assert tables["kernels"].filter(pl.col("kind") != "copy")["total_ns"].sum() == sum(
         round(e["dur"] * 1000) for e in kernels
@@ -141,7 +141,7 @@ def test_a_reader_hands_over_what_this_process_would_read(reader: Asked, tmp_pat
     (tmp_path / "out").mkdir()
     job = {"path": str(path), "capture": None, "folder": str(tmp_path / "out"), "processes": 1}
     assert reader.ask(**job) == {"done": True}
-    trace, here = storage.load_trace(tmp_path / "out", kept=False), read_kineto(path)
+    trace, here = storage.load_trace(tmp_path / "out", permanent=False), read_kineto(path)
     assert trace is not None
     for name in ("events", "steps", "lanes", "flows", "kernels", "tensors"):
         assert getattr(trace, name).equals(getattr(here, name)), name

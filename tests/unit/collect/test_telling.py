@@ -20,12 +20,12 @@ from support.postgres import database
 from support.webhooks import Receiver, is_genuine, receiver
 from traceloom.errors import InputError, UsageError
 from traceloom.fleet.service import webhooks
-from traceloom.fleet.service.webhooks import WebhookSender, WebhookTargets, fleet_event
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.service.webhooks import WebhookAddressPolicy, WebhookDispatcher, build_fleet_event
+from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.database import LEADER
-from traceloom.fleet.store.rules import EVENTS, MOST_WAITING, MOST_WEBHOOKS
+from traceloom.fleet.store.rules import EVENTS, MAX_WAITING, MAX_WEBHOOKS
 
-LOOPBACK = WebhookTargets(["127.0.0.0/8"])
+LOOPBACK = WebhookAddressPolicy(["127.0.0.0/8"])
 DAY = 86_400 * 10**9
 
 
@@ -41,27 +41,27 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def state(url: str) -> Iterator[State]:
-    opened = State(url)
+def state(url: str) -> Iterator[ServiceState]:
+    opened = ServiceState(url)
     yield opened
     opened.close()
 
 
-def ended(state: State, name: str, result: str = "done") -> None:
+def ended(state: ServiceState, name: str, result: str = "done") -> None:
     """A request ends, as the desk writes it down."""
     state.lead(LEADER, "term", 600)
-    event = fleet_event(f"request.{result}", "request", name, {"id": name}, 1)
+    event = build_fleet_event(f"request.{result}", "request", name, {"id": name}, 1)
     state.put_request(name, 1, "{}", "term", ended=True, events=[event])
 
 
-def send(state: State, later_ns: int = 0, tls: ssl.SSLContext | None = None) -> None:
+def send(state: ServiceState, later_ns: int = 0, tls: ssl.SSLContext | None = None) -> None:
     """Send all that is due so much later, by a sender that is new each time, as after a restart."""
 
     async def run() -> None:
         clock = webhooks.time.time_ns
-        sender = WebhookSender(state, LOOPBACK, lambda: clock() + later_ns, tls)
-        while await sender.start_due():
-            await asyncio.gather(*sender._sending.values())
+        sender = WebhookDispatcher(state, LOOPBACK, lambda: clock() + later_ns, tls)
+        while await sender.start_due_deliveries():
+            await asyncio.gather(*sender._in_flight.values())
 
     asyncio.run(run())
 
@@ -78,26 +78,26 @@ def send(state: State, later_ns: int = 0, tls: ssl.SSLContext | None = None) -> 
 )  # fmt: skip
 def test_nobody_makes_the_service_talk_to_other_networks(url: str) -> None:
     with pytest.raises(InputError) as error:
-        asyncio.run(WebhookTargets().resolve(url))
+        asyncio.run(WebhookAddressPolicy().resolve(url))
     assert error.value.slug == "wrong-webhook"
 
 
 def test_where_webhooks_may_lead() -> None:
     async def run() -> None:
-        public = await WebhookTargets().resolve("https://8.8.8.8/a?b=c")
+        public = await WebhookAddressPolicy().resolve("https://8.8.8.8/a?b=c")
         assert (public.address, public.port, public.path, public.tls) == ("8.8.8.8", 443, "/a?b=c", True)
-        near = await WebhookTargets(["10.1.0.0/16"]).resolve("http://10.1.2.3:81/")
+        near = await WebhookAddressPolicy(["10.1.0.0/16"]).resolve("http://10.1.2.3:81/")
         assert (near.address, near.port, near.tls) == ("10.1.2.3", 81, False)
         with pytest.raises(InputError):
-            await WebhookTargets(["10.1.0.0/16"]).resolve("http://10.2.0.1/")
+            await WebhookAddressPolicy(["10.1.0.0/16"]).resolve("http://10.2.0.1/")
 
     asyncio.run(run())
     with pytest.raises(InputError):
-        WebhookTargets(["10.1.0.1/16"])
+        WebhookAddressPolicy(["10.1.0.1/16"])
 
 
 def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, hook: Receiver) -> None:
-    state = State(url)
+    state = ServiceState(url)
     secret = state.add_webhook("ci", hook.url, EVENTS)
     hook.codes = [500, 302]
     ended(state, "r1")
@@ -107,7 +107,7 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, 
     assert [len(hook.came), state.webhooks()[0].error] == [1, "it answers 500"]
     for days in (0.5, 0.9):
         state.close()
-        state = State(url)
+        state = ServiceState(url)
         send(state, int(days * DAY))
     assert len(hook.came) == 3
     send(state, int(0.95 * DAY))
@@ -124,7 +124,7 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(url: str, 
     state.close()
 
 
-def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(state: State, hook: Receiver) -> None:
+def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(state: ServiceState, hook: Receiver) -> None:
     state.add_webhook("bad", hook.url, ["request.failed"])
     state.add_webhook("all", hook.url, EVENTS)
     ended(state, "good")
@@ -136,9 +136,9 @@ def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(state
 
 
 def test_who_never_answers_is_given_up_after_a_day_and_keeps_nobody_waiting(
-    state: State, hook: Receiver, monkeypatch: pytest.MonkeyPatch
+    state: ServiceState, hook: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "_EXCHANGE_S", 0.2)
+    monkeypatch.setattr(webhooks, "_REQUEST_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         state.add_webhook("silent", f"http://127.0.0.1:{silent.getsockname()[1]}/", EVENTS)
         state.add_webhook("inside", "https://10.0.0.1/", EVENTS)  # as if its name led elsewhere by now
@@ -162,7 +162,7 @@ def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(certificate, key)
     trusting = ssl.create_default_context(cafile=certificate)
-    state = State(str(tmp_path / "state.db"))
+    state = ServiceState(str(tmp_path / "state.db"))
     with receiver(server) as hook:
         state.add_webhook("name", hook.url, EVENTS)
         state.add_webhook("other", hook.url.replace("localhost", "127.0.0.1"), EVENTS)
@@ -177,13 +177,15 @@ def test_whose_certificate_is_not_trusted_or_is_of_another_name_is_told_nothing(
     state.close()
 
 
-def test_what_waits_is_bounded_and_what_is_dropped_counted(state: State) -> None:
+def test_what_waits_is_bounded_and_what_is_dropped_counted(state: ServiceState) -> None:
     state.add_webhook("away", "http://127.0.0.1:1/", EVENTS)
-    events = [fleet_event("regression.new", "regression", str(number), {}, 1) for number in range(MOST_WAITING + 3)]
+    events = [
+        build_fleet_event("regression.new", "regression", str(number), {}, 1) for number in range(MAX_WAITING + 3)
+    ]
     state.lead(LEADER, "term", 600)
     state.put_request("r", 1, "{}", "term", ended=True, events=events)
-    assert (state.webhooks()[0].waiting, state.webhooks()[0].dropped) == (MOST_WAITING, 3)
-    for number in range(MOST_WEBHOOKS - 1):
+    assert (state.webhooks()[0].waiting, state.webhooks()[0].dropped) == (MAX_WAITING, 3)
+    for number in range(MAX_WEBHOOKS - 1):
         state.add_webhook(str(number), "https://8.8.8.8", EVENTS)
     with pytest.raises(UsageError) as error:
         state.add_webhook("more", "https://8.8.8.8", EVENTS)

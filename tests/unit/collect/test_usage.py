@@ -10,7 +10,7 @@ import pytest
 
 from traceloom.agent.fleet_link.protocol import UsageRow
 from traceloom.fleet.service.committer import commit_usage
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.database import LEADER
 from traceloom.fleet.store.tables import Tables
 
@@ -31,21 +31,21 @@ def rows(minute: int, *shares: tuple[str, str, int]) -> str:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> tuple[State, Tables]:
-    state, tables = State(str(tmp_path / "state.db")), Tables(str(tmp_path))
+def fleet(tmp_path: Path) -> tuple[ServiceState, Tables]:
+    state, tables = ServiceState(str(tmp_path / "state.db")), Tables(str(tmp_path))
     tables.create()
     state.put_host("node1", "secret")
     state.lead(LEADER, "term", 600)
     return state, tables
 
 
-def test_minutes_are_in_the_tables_once(fleet: tuple[State, Tables], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_are_in_the_tables_once(fleet: tuple[ServiceState, Tables], monkeypatch: pytest.MonkeyPatch) -> None:
     state, tables = fleet
     whole = {FIRST: rows(FIRST, ("a", "busy", 45_000), ("a", "idle-allocated", 15_000))}
     state.add_usage("node1", whole)
     state.add_usage("node1", whole)  # its acknowledgement was lost
     with monkeypatch.context() as killed:  # after the tables took it, and before the state knows
-        killed.setattr(State, "close_usage", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(ServiceState, "close_usage", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             commit_usage(state, tables, "term")
     assert commit_usage(state, tables, "term") == 1
@@ -59,7 +59,7 @@ def test_minutes_are_in_the_tables_once(fleet: tuple[State, Tables], monkeypatch
     assert tables.scan("usage_hour").collect()["device_ms"].sum() == 60_000
 
 
-def test_what_a_host_left_out_was_unreachable(fleet: tuple[State, Tables]) -> None:
+def test_what_a_host_left_out_was_unreachable(fleet: tuple[ServiceState, Tables]) -> None:
     state, tables = fleet
     state.add_usage("node1", {FIRST: rows(FIRST, ("", "unallocated", 60_000))})
     state.add_usage("node1", {FIRST + 3: rows(FIRST + 3, ("b", "busy", 20_000))})  # it was away for two minutes

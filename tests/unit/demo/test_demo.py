@@ -23,24 +23,13 @@ from support.waiting import until  # noqa: E402
 from traceloom.analyze.compare import compare  # noqa: E402
 from traceloom.cli.upload import FleetClient  # noqa: E402
 from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
-from traceloom.fleet.analyses.anomalies import outliers  # noqa: E402
-from traceloom.fleet.analyses.attribution import (  # noqa: E402
-    UNATTRIBUTED,
-    attribution,
-    periods,  # noqa: E402
-)
-from traceloom.fleet.analyses.efficiency import (  # noqa: E402
-    invest,  # noqa: E402
-    topline,  # noqa: E402
-)
-from traceloom.fleet.analyses.regressions import Regressions, regressions  # noqa: E402
-from traceloom.fleet.demo.data import FILE, SILENT_HOST, SLOW_HOST  # noqa: E402
-from traceloom.fleet.demo.serving import (  # noqa: E402
-    MARK,
-    demo_directory,
-    hosts_at_the_end,  # noqa: E402
-)
-from traceloom.fleet.service.capture_rows import CaptureOrigin, rows  # noqa: E402
+from traceloom.fleet.analyses.anomalies import find_outliers  # noqa: E402
+from traceloom.fleet.analyses.attribution import UNATTRIBUTED, compute_ownership_periods, divide_device_time
+from traceloom.fleet.analyses.efficiency import compute_fleet_topline, compute_savings
+from traceloom.fleet.analyses.regressions import Regressions, find_regressions  # noqa: E402
+from traceloom.fleet.demo.data import SILENT_HOST, SLOW_HOST, TRACE_FILE  # noqa: E402
+from traceloom.fleet.demo.serving import MARKER_FILE, build_last_heartbeats, open_demo_directory
+from traceloom.fleet.service.capture_rows import CaptureOrigin, build_capture_rows  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 from traceloom.formats import load  # noqa: E402
 from traceloom.testing.fleet_weeks import Weeks  # noqa: E402
@@ -55,7 +44,7 @@ class Filled(NamedTuple):
     now_ns: int
 
     def file(self, capture: str) -> Path:
-        [path] = self.path.glob(f"captures/*/{capture}/{FILE}")
+        [path] = self.path.glob(f"captures/*/{capture}/{TRACE_FILE}")
         return path
 
 
@@ -67,7 +56,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Filled:
 
 @pytest.fixture(scope="module")
 def changes(demo: Filled) -> Regressions:
-    return regressions(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices")))
+    return find_regressions(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices")))
 
 
 def test_the_planted_changes_are_what_became_slower(demo: Filled, changes: Regressions) -> None:
@@ -87,21 +76,21 @@ def test_its_captures_show_the_kernel_that_became_slower(demo: Filled, changes: 
 
 
 def test_the_slow_host_is_the_outlier(demo: Filled) -> None:
-    hosts = outliers(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))).hosts
+    hosts = find_outliers(*(demo.tables.scan(name) for name in ("kernels", "captures", "devices"))).hosts
     assert hosts.filter("outlier")["host"].to_list() == [demo.weeks.hosts[SLOW_HOST]]
 
 
 def test_there_are_owners_an_idle_team_and_what_to_invest_in(demo: Filled) -> None:
-    owned = periods(demo.tables.scan("jobs"), demo.tables.scan("owners"))
+    owned = compute_ownership_periods(demo.tables.scan("jobs"), demo.tables.scan("owners"))
     usage = demo.tables.scan("usage_hour")
-    divisions = attribution(usage, owned, ["division"]).leaves["division"].to_list()
+    divisions = divide_device_time(usage, owned, ["division"]).leaves["division"].to_list()
     assert {"ads", "research", UNATTRIBUTED, "unallocated", "unreachable"} == set(divisions)
-    models = topline(usage, owned, demo.tables.scan("captures"), "model").rows
+    models = compute_fleet_topline(usage, owned, demo.tables.scan("captures"), "model").rows
     use = dict(models.select("model", "device_use").iter_rows())
     assert use["vision"] == pytest.approx(0.05, abs=0.001)
     assert use["assistant"] == pytest.approx(0.9, abs=0.001)
     captures, findings = demo.tables.scan("captures"), demo.tables.scan("findings")
-    saved = invest(usage, owned, captures, findings, ["model", "rule"]).rows
+    saved = compute_savings(usage, owned, captures, findings, ["model", "rule"]).rows
     idle = saved.filter(pl.col("model") == "vision").row(0, named=True)
     hours = dict(models.select("model", "device_hours").iter_rows())["vision"]
     assert (idle["rule"], idle["jobs"]) == ("host-pause", captures.filter(pl.col("job").str.starts_with("vision"))
@@ -121,7 +110,9 @@ def test_everything_ends_now(demo: Filled) -> None:
 def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) -> None:
     captures = demo.tables.scan("captures").filter(pl.col("job").str.starts_with(model)).sort("start_ns").collect()
     capture = captures.row(-1, named=True)
-    by_analysis = rows(load(demo.file(capture["capture"])), CaptureOrigin(capture["capture"], 1, job=capture["job"]))
+    by_analysis = build_capture_rows(
+        load(demo.file(capture["capture"])), CaptureOrigin(capture["capture"], 1, job=capture["job"])
+    )
     of_capture = pl.col("capture") == capture["capture"]
     keys = ("kernel", "op", "shapes", "types")
     for table, exact in (
@@ -142,8 +133,8 @@ def test_a_demo_that_was_served_before_has_the_same_hosts(demo: Filled, tmp_path
     again = Tables(str(tmp_path / "store"))
     jobs = demo.tables.scan("jobs").with_columns(pl.col("valid_from_ns") + 1).collect()  # as its hosts tell of them
     again.commit("served before", 1, {"jobs": jobs})
-    hosts = hosts_at_the_end(again)
-    assert hosts == hosts_at_the_end(demo.tables)
+    hosts = build_last_heartbeats(again)
+    assert hosts == build_last_heartbeats(demo.tables)
     busy = [device.values["gpu_busy_ratio"] for host in hosts.values() for device in host.devices]
     assert 0.5 < max(busy) <= 1
 
@@ -188,22 +179,22 @@ def _heard(client: FleetClient) -> list[dict[str, object]]:
 
 
 def test_a_temporary_store_goes_and_one_that_is_named_stays(tmp_path: Path) -> None:
-    with demo_directory("") as directory:
+    with open_demo_directory("") as directory:
         assert not directory.full
         (directory.path / "x").touch()
     assert not directory.path.exists()
-    with demo_directory(str(tmp_path / "own")) as directory:
+    with open_demo_directory(str(tmp_path / "own")) as directory:
         directory.filled()
-    with demo_directory(str(tmp_path / "own")) as directory:
+    with open_demo_directory(str(tmp_path / "own")) as directory:
         assert directory.full
 
 
-@pytest.mark.parametrize("content", ["state.db", MARK])
+@pytest.mark.parametrize("content", ["state.db", MARKER_FILE])
 def test_nothing_is_put_among_other_things_or_into_half_a_demo(tmp_path: Path, content: str) -> None:
     (tmp_path / content).touch()
     with (
         pytest.raises(OutputError, match=r"other things|not filled to the end") as raised,
-        demo_directory(str(tmp_path)),
+        open_demo_directory(str(tmp_path)),
     ):
         pass
     assert raised.value.slug == "cannot-write"
@@ -211,13 +202,13 @@ def test_nothing_is_put_among_other_things_or_into_half_a_demo(tmp_path: Path, c
 
 
 def test_a_demo_is_kept_in_a_directory() -> None:
-    with pytest.raises(UsageError), demo_directory("s3://bucket/prefix"):
+    with pytest.raises(UsageError), open_demo_directory("s3://bucket/prefix"):
         pass
 
 
 def test_ctrl_c_while_it_is_filled_leaves_nothing() -> None:
     program = (
-        "import time; from traceloom.system import process as leaving; from traceloom.fleet.demo.serving import demo_directory\n"
+        "import time; from traceloom.system import process as leaving; from traceloom.fleet.demo.serving import open_demo_directory as demo_directory\n"
         "leaving.install_signal_handlers()\n"
         "with demo_directory('') as made: print(made.path, flush=True); time.sleep(600)"
     )

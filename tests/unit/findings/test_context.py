@@ -18,7 +18,7 @@ from traceloom.findings import Context
 from traceloom.graph import Plan
 from traceloom.graph import graph as gs
 from traceloom.testing import TraceBuilder
-from traceloom.trace.batch import stacked
+from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.session import Session
 
 US = 1_000
@@ -82,9 +82,9 @@ def test_without_steps_the_whole_window_is_looked_at() -> None:
 def test_steps_one_after_the_other_add_up_to_the_time_from_the_first_to_the_last(lengths: tuple[float, ...]) -> None:
     context = Context(run(*lengths), tuple(range(len(lengths))))
     times = context.graph.point_times()
-    taken = context.lengths_ns(times)
+    taken = context.compute_step_lengths(times)
     assert (taken >= 0).all()
-    device = context.of_kind(gs.KERNEL)
+    device = context.select_kinds(gs.KERNEL)
     first = 0 if len(lengths) > 1 else int(times.min())
     last = int(times[1::2][device].max()) if len(lengths) > 1 else int(times.max())
     assert taken.sum() == last - first
@@ -102,7 +102,7 @@ def test_steps_that_stand_apart_are_counted_each_on_its_own() -> None:
 
     context = served(500)
     assert context.apart
-    taken = context.lengths_ns(context.graph.point_times())
+    taken = context.compute_step_lengths(context.graph.point_times())
     assert taken.tolist() == [int(length * US) for length in lengths]
     assert context.whole_ns == int(sum(lengths) * US)
     assert not served(19).apart, "38 us of 400 are no tenth"
@@ -119,9 +119,9 @@ def test_a_step_lasts_until_its_work_on_the_device_is_done_and_begins_when_the_l
 
 def test_a_run_without_a_device_is_as_long_as_its_host() -> None:
     context = Context(run(100, 150, 100, device=False), (0, 1, 2))
-    assert not context.on_device
+    assert not context.has_gpu_work
     # the last operators end 10 us before their steps do, and the step's own time follows
-    assert context.lengths_ns(context.graph.point_times()).tolist() == [100 * US, 150 * US, 100 * US]
+    assert context.compute_step_lengths(context.graph.point_times()).tolist() == [100 * US, 150 * US, 100 * US]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -146,13 +146,13 @@ def test_exposed_time_is_that_in_which_no_other_kernel_runs(seed: int) -> None:
     name = context.graph.nodes["name"]
     for kind in (BUSY, GEMM):
         other = GEMM if kind == BUSY else BUSY
-        assert context.exposed_ns((name == kind).to_numpy()) == len(painted[kind] - painted[other]) * US
-    copies = context.of_kind(gs.COPY)
-    assert context.exposed_ns(copies) == len(painted["copy"] - painted[BUSY] - painted[GEMM]) * US
-    assert context.exposed_ns(copies | (name == BUSY).to_numpy()) == (
+        assert context.compute_exposed_ns((name == kind).to_numpy()) == len(painted[kind] - painted[other]) * US
+    copies = context.select_kinds(gs.COPY)
+    assert context.compute_exposed_ns(copies) == len(painted["copy"] - painted[BUSY] - painted[GEMM]) * US
+    assert context.compute_exposed_ns(copies | (name == BUSY).to_numpy()) == (
         len((painted["copy"] | painted[BUSY]) - painted[GEMM]) * US
     )
-    assert context.exposed_ns(np.zeros(name.len(), dtype=np.bool_)) == 0
+    assert context.compute_exposed_ns(np.zeros(name.len(), dtype=np.bool_)) == 0
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_a_change_of_some_steps_leaves_all_others_as_they_were(text: str) -> Non
 def test_evidence_is_the_longest_first_at_its_own_time() -> None:
     step = HandStep(100).launched("a", 0, 10, 30).launched("b", 5, 41, 50).launched("c", 10, 92, 5)
     context = Context.of(Session((step.build(),), "three"))
-    kernels = context.of_kind(gs.KERNEL)
+    kernels = context.select_kinds(gs.KERNEL)
     events = context.traces[0].events
-    shown = context.evidence(kernels, most=2)
+    shown = context.evidence(kernels, max_count=2)
     assert [(one.what, one.duration_ns) for one in shown] == [("b", 50 * US), ("a", 30 * US)]
     for one in shown:
         row = events.filter(events["name"] == one.what).row(0, named=True)
@@ -209,7 +209,7 @@ def test_events_and_threads_of_ranks_are_told_apart_though_their_numbers_are_the
         pl.DataFrame({"event": sorted(event for place, event in rows if place == trace)}, schema={"event": pl.UInt32})
         for trace in range(3)
     ]
-    chosen = context.nodes_of_all(stacked(frames))
+    chosen = context.select_nodes_of_stacked_events(concatenate_by_trace(frames))
     nodes = context.graph.nodes
     places = {trace.rank: place for place, trace in enumerate(context.traces)}
     expected = [(places[rank], event) in rows for rank, event in nodes.select("rank", "event").iter_rows()]

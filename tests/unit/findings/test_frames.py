@@ -10,9 +10,9 @@ import pytest
 
 from traceloom.changes.changes import parse
 from traceloom.findings import RULES, Context, findings, rank
-from traceloom.findings.host_bound import _while_late
-from traceloom.findings.rule import LEAST, Candidate, add_frames
-from traceloom.findings.stragglers import _compared
+from traceloom.findings.host_bound import _select_host_work_during_gaps
+from traceloom.findings.rule import MIN_FRAME_SHARE, Candidate, add_frames
+from traceloom.findings.stragglers import _select_host_stretches
 from traceloom.report.document import ReportOptions
 from traceloom.report.run import build
 from traceloom.testing import TraceBuilder
@@ -97,13 +97,13 @@ def test_a_late_rank_is_told_what_it_does_beyond_the_others() -> None:
     context = Context.of(Session(tuple(traces), "made"))
     finding = Finding("straggler", "rank 1 makes the others wait", "high", 0.5, "see", saving_ns=1)
     delay = (parse("rank 1 delay remove"),)
-    candidate = Candidate("rank 1", delay, 0.5, "see", host=partial(_compared, context, host=True))
+    candidate = Candidate("rank 1", delay, 0.5, "see", host=partial(_select_host_stretches, context, host=True))
     (straggler,) = add_frames([(finding, candidate, context)])
     (save,) = straggler.frames  # not main, nor the loss: the others have these as well
     assert (save.name, save.time_ns, save.inside, save.rank, save.rank_count) == ("save", 400_000, "write", 1, 1)
     assert straggler.host_ns is not None
     assert save.share == pytest.approx(400_000 / straggler.host_ns)
-    on_device = msgspec.structs.replace(candidate, host=partial(_compared, context, host=False))
+    on_device = msgspec.structs.replace(candidate, host=partial(_select_host_stretches, context, host=False))
     assert add_frames([(finding, on_device, context)]) == (finding,)
 
 
@@ -116,7 +116,7 @@ def test_late_launches_are_told_what_the_host_does_while_the_device_waits() -> N
         builder.kernel("add", at + 87, 10, correlation=k + 1)
     context = Context.of(Session((builder.build(),), "made"))
     finding = next(finding for finding in rank(context, RULES).time if finding.slug == "launch-bound")
-    late = _while_late(context)
+    late = _select_host_work_during_gaps(context)
     assert finding.host_ns == int((late["end_ns"] - late["start_ns"]).sum())
     assert f"idle for {finding.host_ns / MS:.2f} ms" in finding.title
     # of each gap (90 us until the next kernel) the 83 before the launch: 70 in slow
@@ -140,4 +140,4 @@ def test_small_shares_are_left_out() -> None:
     host = Candidate("host", (parse("host * 0.5"),), 0.5, "do")
     (finding,) = add_frames([(Finding("slow", "slow", "low", 0.5, "do"), host, context)])
     assert [frame.name for frame in finding.frames] == ["main"]
-    assert all(frame.share >= LEAST for frame in finding.frames)
+    assert all(frame.share >= MIN_FRAME_SHARE for frame in finding.frames)

@@ -11,8 +11,8 @@ import pytest
 
 from support.by_hand import BUSY, BY_SLUG, GEMM, HandStep, ranked, said
 from traceloom.findings import Context
-from traceloom.findings.context import outermost_operator, shorten_name
-from traceloom.findings.ranking import interval, median_floor
+from traceloom.findings.context import get_outermost_operator, shorten_name
+from traceloom.findings.ranking import compute_median_floor, compute_median_interval
 from traceloom.findings.rule import Candidate, Remark
 from traceloom.testing import TraceBuilder
 from traceloom.trace.notice import Abstention, Finding
@@ -345,7 +345,7 @@ def test_the_middle_one_is_the_median_and_of_two_their_mean_rounded_down() -> No
         values = draw.integers(-50, 50, size).tolist()
         ordered = sorted(values)
         low, high = ordered[(size - 1) // 2], ordered[size // 2]
-        assert median_floor(values) == int((low + high) / 2)
+        assert compute_median_floor(values) == int((low + high) / 2)
 
 
 @pytest.mark.parametrize("size", range(1, 30))
@@ -357,14 +357,14 @@ def test_the_interval_of_a_median_is_that_of_a_coin(size: int) -> None:
     while sum(chance[: left + 1]) <= 0.05:
         left += 1
     left = max(left - 1, 0)
-    assert interval(values) == (values[left], values[size - 1 - left])
-    assert interval(values[::-1]) == interval(values)
+    assert compute_median_interval(values) == (values[left], values[size - 1 - left])
+    assert compute_median_interval(values[::-1]) == compute_median_interval(values)
 
 
 def test_the_interval_holds_the_median() -> None:
     for values in combinations(range(0, 50, 7), 5):
-        low, high = interval(values)
-        assert low <= median_floor(values) <= high
+        low, high = compute_median_interval(values)
+        assert low <= compute_median_floor(values) <= high
 
 
 # -- names ------------------------------------------------------------------------------------------------------------------
@@ -392,8 +392,8 @@ def test_a_name_in_a_sentence_is_without_what_only_a_compiler_needs(name: str, s
 
 
 def test_the_place_of_nested_operators_is_the_outermost() -> None:
-    assert outermost_operator("aten::linear > aten::addmm > aten::mm") == "aten::linear"
-    assert outermost_operator("aten::mm") == "aten::mm"
+    assert get_outermost_operator("aten::linear > aten::addmm > aten::mm") == "aten::linear"
+    assert get_outermost_operator("aten::mm") == "aten::mm"
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from support.jobs import Recipe, training_job
-from traceloom.changes.changes import Change, Chosen, parse
+from traceloom.changes.changes import Change, NodeSelection, parse
 from traceloom.changes.whatif import whatif
 from traceloom.findings import RULES, Context, rank
-from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
+from traceloom.findings.ranking import HIGH_SHARE, MEDIUM_SHARE, MIN_SAVING_SHARE
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message, Remark
 from traceloom.graph import graph as gs
 from traceloom.trace.notice import Abstention
@@ -50,7 +50,7 @@ def test_savings_of_all_rules_are_disjoint_and_add_up_to_less_than_the_step(name
     assert sum(one.saving_fraction or 0 for one in found) <= 1
     savings = [one.saving_ns for one in found]
     assert savings == sorted(savings, reverse=True)
-    assert all(one.saving_ns == 0 or (one.saving_fraction or 0) >= LEAST for one in found)
+    assert all(one.saving_ns == 0 or (one.saving_fraction or 0) >= MIN_SAVING_SHARE for one in found)
 
 
 def test_the_second_of_two_equal_fixes_saves_nothing_more() -> None:
@@ -99,7 +99,8 @@ def test_the_bound_of_the_step_that_the_title_is_about_holds_for_what_several_st
 
 
 @pytest.mark.parametrize(
-    ("fraction", "severity"), [(HIGH + 0.001, "high"), (MEDIUM + 0.001, "medium"), (LEAST + 0.001, "low")]
+    ("fraction", "severity"),
+    [(HIGH_SHARE + 0.001, "high"), (MEDIUM_SHARE + 0.001, "medium"), (MIN_SAVING_SHARE + 0.001, "low")],
 )
 def test_severity_is_what_it_saves(fraction: float, severity: str) -> None:
     here = context("device")
@@ -148,7 +149,7 @@ def test_memory_remarks_and_abstentions_have_places_of_their_own() -> None:
 
 def test_a_choice_of_nothing_changes_nothing_that_follows() -> None:
     here = context("device")
-    some = Chosen("one kernel", np.arange(here.graph.nodes.height) == 5)
+    some = NodeSelection("one kernel", np.arange(here.graph.nodes.height) == 5)
     found = rank(here, [rule("one", Candidate("one", (Change("scale", some, 1.0),), 0.5, "no"))], steps=1)
     assert found.time == ()
 
@@ -157,8 +158,8 @@ def test_evidence_is_never_of_another_trace_that_claims_the_same_rank() -> None:
     built = [builder.build() for builder in training_job(RECIPES["ranks"]).run().traces()]
     twice = Session((*built, built[1]), "made")
     found = Context.of(twice)
-    assert found.trace_of(built[1].rank) is None
-    assert found.trace_of(built[2].rank) is built[2]
-    kernels = found.evidence(found.of_kind(gs.KERNEL), most=found.graph.nodes.height)
+    assert found.find_trace(built[1].rank) is None
+    assert found.find_trace(built[2].rank) is built[2]
+    kernels = found.evidence(found.select_kinds(gs.KERNEL), max_count=found.graph.nodes.height)
     assert {(one.rank, one.lane is None) for one in kernels} == {(0, False), (1, True), (2, False)}
     assert rank(found, RULES).time  # and no rule trips over it

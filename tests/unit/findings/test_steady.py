@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from traceloom.findings import RULES, Context, findings, rank
-from traceloom.findings.ranking import interval, median_floor
+from traceloom.findings.ranking import compute_median_floor, compute_median_interval
 from traceloom.testing.trace_builder import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -61,5 +61,5 @@ def test_savings_of_several_fixes_are_together_no_more_than_the_usual_step() -> 
 @pytest.mark.parametrize(("count", "left_out"), [(1, 0), (4, 0), (5, 0), (8, 1), (11, 2), (20, 5)])
 def test_the_interval_holds_the_median_nine_times_of_ten(count: int, left_out: int) -> None:
     values = list(range(count))[::-1]
-    assert interval(values) == (left_out, count - 1 - left_out)
-    assert median_floor(values) == (count - 1) // 2
+    assert compute_median_interval(values) == (left_out, count - 1 - left_out)
+    assert compute_median_floor(values) == (count - 1) // 2

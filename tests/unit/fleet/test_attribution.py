@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.fleet.analyses.attribution import BY, attribution, periods
+from traceloom.fleet.analyses.attribution import ATTRIBUTION_DIMENSIONS, compute_ownership_periods, divide_device_time
 from traceloom.fleet.rules import OwnerRule, Prices, read_prices, read_rules
-from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, hours, minutes
-from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks
+from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, compute_usage_hours, compute_usage_minutes
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, build_weeks
 
 HOUR_NS = 3_600_000_000_000
 NOBODY = SCHEMAS["owners"].empty().lazy()
@@ -25,10 +25,10 @@ class MadeFleet:
     """Two made days: minutes in whole milliseconds, jobs, and the truth by team."""
 
     def __init__(self) -> None:
-        self.weeks: Weeks = made_weeks(WeeksRecipe(days=2, usage_days=2, captures=1))
+        self.weeks: Weeks = build_weeks(WeeksRecipe(days=2, usage_days=2, captures=1))
         every = self.weeks.observed.select("host", "device", "device_model").unique()
         times = self.weeks.observed.select("time_ns").unique()
-        self.minutes = minutes(self.weeks.observed, every.join(times, how="cross"))
+        self.minutes = compute_usage_minutes(self.weeks.observed, every.join(times, how="cross"))
         self.jobs = SCHEMAS["jobs"].complete(self.weeks.tables["jobs"])
         self.devices = every.height
         self.teams = {team.model: team for team in self.weeks.recipe.teams}
@@ -51,7 +51,7 @@ def fleet() -> MadeFleet:
 
 @pytest.fixture(scope="module")
 def owned(fleet: MadeFleet) -> pl.DataFrame:
-    return periods(fleet.jobs.lazy(), NOBODY)
+    return compute_ownership_periods(fleet.jobs.lazy(), NOBODY)
 
 
 @pytest.mark.parametrize("name", ["division", "product", "model", "user", "framework"])
@@ -59,8 +59,8 @@ def owned(fleet: MadeFleet) -> pl.DataFrame:
 def test_hours_of_owners_are_those_that_were_planted(
     fleet: MadeFleet, owned: pl.DataFrame, name: str, table: str
 ) -> None:
-    usage = fleet.minutes.lazy() if table == "usage_minute" else hours(fleet.minutes).lazy()
-    leaves = attribution(usage, owned, [name]).leaves
+    usage = fleet.minutes.lazy() if table == "usage_minute" else compute_usage_hours(fleet.minutes).lazy()
+    leaves = divide_device_time(usage, owned, [name]).leaves
     rows = {row[name]: row for row in leaves.to_dicts()}
     held, busy = fleet.truth(lambda model: getattr(fleet.teams[model], name))
     assert set(rows) == {*held, "unallocated", "unreachable"}
@@ -75,7 +75,7 @@ def test_hours_of_owners_are_those_that_were_planted(
 
 
 def test_hours_of_jobs_that_share_nothing_are_exact(fleet: MadeFleet, owned: pl.DataFrame) -> None:
-    rows = attribution(fleet.minutes.lazy(), owned, ["job"]).leaves
+    rows = divide_device_time(fleet.minutes.lazy(), owned, ["job"]).leaves
     measured = dict(rows.select("job", "device_ms").rows())
     shared = {job.removesuffix("-notebook") for job in fleet.weeks.held_ms if job.endswith("notebook")}
     alone = {job: ms for job, ms in fleet.weeks.held_ms.items() if job.removesuffix("-notebook") not in shared}
@@ -84,7 +84,7 @@ def test_hours_of_jobs_that_share_nothing_are_exact(fleet: MadeFleet, owned: pl.
 
 
 def test_the_idle_team_stands_out(fleet: MadeFleet, owned: pl.DataFrame) -> None:
-    rows = attribution(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(pl.col("busy_ms") > 0)
+    rows = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(pl.col("busy_ms") > 0)
     idle = rows.sort(pl.col("idle_ms") / pl.col("device_ms"), descending=True)
     assert idle["model"][0] == "vision"
     assert idle["idle_ms"][0] / idle["device_ms"][0] == pytest.approx(0.95, abs=1e-4)
@@ -93,7 +93,7 @@ def test_the_idle_team_stands_out(fleet: MadeFleet, owned: pl.DataFrame) -> None
 @pytest.mark.parametrize("by", list(permutations(["division", "model", "host"])), ids="-".join)
 def test_levels_add_up_in_any_order(fleet: MadeFleet, owned: pl.DataFrame, by: tuple[str, ...]) -> None:
     prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"default": 2.5})
-    result = attribution(hours(fleet.minutes).lazy(), owned, by, prices)
+    result = divide_device_time(compute_usage_hours(fleet.minutes).lazy(), owned, by, prices)
     whole = result.level(0).row(0, named=True)
     for depth in range(1, 4):
         level = result.level(depth)
@@ -106,7 +106,9 @@ def test_levels_add_up_in_any_order(fleet: MadeFleet, owned: pl.DataFrame, by: t
 
 def test_money_energy_and_co2_are_planted_hours_times_prices(fleet: MadeFleet, owned: pl.DataFrame) -> None:
     prices = Prices(currency="EUR", per_kwh=0.3, co2_g_per_kwh=400, device_hour={"NVIDIA H100 80GB HBM3": 2.5})
-    row = attribution(fleet.minutes.lazy(), owned, ["model"], prices).leaves.filter(pl.col("model") == "assistant")
+    row = divide_device_time(fleet.minutes.lazy(), owned, ["model"], prices).leaves.filter(
+        pl.col("model") == "assistant"
+    )
     held, busy = fleet.truth(lambda model: model)
     kwh = (busy["assistant"] * 400 + (held["assistant"] - busy["assistant"]) * 120) / 3.6e9
     assert row["energy_mj"].item() / 3.6e9 == pytest.approx(kwh, rel=1e-4)
@@ -115,24 +117,26 @@ def test_money_energy_and_co2_are_planted_hours_times_prices(fleet: MadeFleet, o
 
 
 def test_what_has_no_price_or_no_meter_is_unknown(fleet: MadeFleet, owned: pl.DataFrame) -> None:
-    unpriced = attribution(fleet.minutes.lazy(), owned, ["model"], Prices(currency="EUR", device_hour={"TPU": 1.0}))
+    unpriced = divide_device_time(
+        fleet.minutes.lazy(), owned, ["model"], Prices(currency="EUR", device_hour={"TPU": 1.0})
+    )
     assert unpriced.leaves["cost"].null_count() == unpriced.leaves.height
     assert unpriced.leaves["co2_g"].null_count() == unpriced.leaves.height
     unmetered = fleet.minutes.with_columns(energy_mj=pl.lit(None, pl.Int64)).lazy()
-    leaves = attribution(
+    leaves = divide_device_time(
         unmetered, owned, ["model"], Prices(currency="EUR", per_kwh=1.0, device_hour={"default": 1.0})
     ).leaves
     assert leaves["energy_mj"].null_count() == leaves.height
     assert leaves["cost"].to_list() == pytest.approx((leaves["device_ms"] / 3.6e6).to_list())
-    lost = attribution(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(pl.col("model") == "unreachable")
+    lost = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves.filter(pl.col("model") == "unreachable")
     assert lost["energy_mj"].to_list() == [None]
 
 
 def test_a_rule_that_is_put_right_puts_the_past_right(fleet: MadeFleet) -> None:
     def divisions(*rules: OwnerRule) -> dict[str, int]:
-        owned = periods(fleet.jobs.lazy(), NOBODY, rules)
+        owned = compute_ownership_periods(fleet.jobs.lazy(), NOBODY, rules)
         return dict(
-            attribution(fleet.minutes.lazy(), owned, ["division"]).leaves.select("division", "device_ms").rows()
+            divide_device_time(fleet.minutes.lazy(), owned, ["division"]).leaves.select("division", "device_ms").rows()
         )
 
     before = divisions()
@@ -148,7 +152,9 @@ def test_a_rule_that_is_put_right_puts_the_past_right(fleet: MadeFleet) -> None:
 def test_dated_rules_divide_a_job_at_midnight(fleet: MadeFleet) -> None:
     second = date(2026, 10, 6)
     rules = (OwnerRule(match={"label.team": "vision"}, set={"division": "ads"}, first=second),)
-    leaves = attribution(fleet.minutes.lazy(), periods(fleet.jobs.lazy(), NOBODY, rules), ["model", "division"]).leaves
+    leaves = divide_device_time(
+        fleet.minutes.lazy(), compute_ownership_periods(fleet.jobs.lazy(), NOBODY, rules), ["model", "division"]
+    ).leaves
     vision = dict(leaves.filter(pl.col("model") == "vision").select("division", "device_ms").rows())
     midnight = int(datetime(2026, 10, 6, tzinfo=timezone.utc).timestamp()) * 10**9
     rows = fleet.minutes.filter(pl.col("job").str.starts_with("vision"))
@@ -159,8 +165,8 @@ def test_dated_rules_divide_a_job_at_midnight(fleet: MadeFleet) -> None:
 
 
 def test_the_curve_of_a_node_adds_up_to_it(fleet: MadeFleet, owned: pl.DataFrame) -> None:
-    whole = attribution(fleet.minutes.lazy(), owned, ["model"]).leaves
-    curve = attribution(fleet.minutes.lazy(), owned, ["model"], every_ns=6 * HOUR_NS).leaves
+    whole = divide_device_time(fleet.minutes.lazy(), owned, ["model"]).leaves
+    curve = divide_device_time(fleet.minutes.lazy(), owned, ["model"], every_ns=6 * HOUR_NS).leaves
     assert curve.filter(pl.col("model") == "assistant")["time_ns"].n_unique() == 8
     summed = curve.group_by("model").agg(pl.col("device_ms", "energy_mj").sum())
     assert dict(summed.select("model", "device_ms").rows()) == dict(whole.select("model", "device_ms").rows())
@@ -188,7 +194,7 @@ def test_people_go_before_rules_and_these_before_jobs_and_their_labels() -> None
         OwnerRule(match={"job": "?"}, set={"product": "second", "user": "second"}),
     )
     people = owners({"job": "a", "product": "people", "valid_from_ns": 200, "valid_to_ns": 300})
-    frame = periods(jobs, people, rules)
+    frame = compute_ownership_periods(jobs, people, rules)
     assert [at(frame, "a", time, "product") for time in (0, 199, 200, 299, 300)] == [
         "first",
         "first",
@@ -198,8 +204,8 @@ def test_people_go_before_rules_and_these_before_jobs_and_their_labels() -> None
     ]
     assert at(frame, "a", 0, "division") == "label"
     assert at(frame, "a", 0, "user") == "second"
-    assert at(periods(jobs, NOBODY), "a", 0, "product") == "own"
-    assert periods(jobs, NOBODY).height == 1  # what does not change is one period
+    assert at(compute_ownership_periods(jobs, NOBODY), "a", 0, "product") == "own"
+    assert compute_ownership_periods(jobs, NOBODY).height == 1  # what does not change is one period
 
 
 def test_the_statement_that_begins_last_counts() -> None:
@@ -207,17 +213,23 @@ def test_the_statement_that_begins_last_counts() -> None:
         {"job": "a", "user": "x", "valid_from_ns": 100}, {"job": "a", "user": "y", "valid_from_ns": 200},
         {"job": "b", "user": "z", "valid_from_ns": 150},
     )  # fmt: skip
-    frame = periods(jobs, NOBODY)
+    frame = compute_ownership_periods(jobs, NOBODY)
     assert [at(frame, "a", time, "user") for time in (0, 100, 199, 200, 10**18)] == ["x", "x", "x", "y", "y"]
     assert [at(frame, "b", time, "user") for time in (0, 10**18)] == ["z", "z"]
-    assert at(periods(NOBODY, jobs), "b", 149, "user") is None
+    assert at(compute_ownership_periods(NOBODY, jobs), "b", 149, "user") is None
 
 
 @pytest.mark.parametrize("labels", ["{bad", "[]", '{"team": {"x": 1}}', "", '"text"', '{"team": "vis"}'])
 def test_labels_of_strangers_match_nothing(labels: str) -> None:
     rules = (OwnerRule(match={"label.team": "vision"}, set={"user": "rule"}),)
     assert (
-        at(periods(owners({"job": "a", "labels": labels, "valid_from_ns": 1}), NOBODY, rules), "a", 5, "user") is None
+        at(
+            compute_ownership_periods(owners({"job": "a", "labels": labels, "valid_from_ns": 1}), NOBODY, rules),
+            "a",
+            5,
+            "user",
+        )
+        is None
     )
 
 
@@ -227,7 +239,7 @@ def test_labels_of_strangers_match_nothing(labels: str) -> None:
      ("*" * 200 + "b", "a" * 5000, False), ("[a]", "a", False), ("a\n*", "a\nb", True), ("(", "(", True)],
 )  # fmt: skip
 def test_patterns_are_plain(pattern: str, job: str, matches: bool) -> None:
-    frame = periods(
+    frame = compute_ownership_periods(
         owners({"job": job, "valid_from_ns": 1}), NOBODY, (OwnerRule(match={"job": pattern}, set={"user": "r"}),)
     )
     assert at(frame, job, 5, "user") == ("r" if matches else None)
@@ -235,14 +247,14 @@ def test_patterns_are_plain(pattern: str, job: str, matches: bool) -> None:
 
 def test_what_nothing_is_divided_by_is_refused(owned: pl.DataFrame) -> None:
     with pytest.raises(UsageError) as refusal:
-        attribution(SCHEMAS["usage_minute"].empty().lazy(), owned, ["divsion"])
+        divide_device_time(SCHEMAS["usage_minute"].empty().lazy(), owned, ["divsion"])
     assert refusal.value.slug == "no-such-dimension"
     assert "did you mean `division`" in refusal.value.hint
 
 
-@pytest.mark.parametrize("name", BY)
+@pytest.mark.parametrize("name", ATTRIBUTION_DIMENSIONS)
 def test_anything_divides_nothing(owned: pl.DataFrame, name: str) -> None:
-    assert attribution(SCHEMAS["usage_hour"].empty().lazy(), owned, [name]).leaves.height == 0
+    assert divide_device_time(SCHEMAS["usage_hour"].empty().lazy(), owned, [name]).leaves.height == 0
 
 
 def test_documents_are_read(tmp_path: Path) -> None:

@@ -8,30 +8,35 @@ import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.fleet.analyses.attribution import periods
-from traceloom.fleet.analyses.kernels import BY, coverage, gpu_time_by, top_kernels
+from traceloom.fleet.analyses.attribution import compute_ownership_periods
+from traceloom.fleet.analyses.kernels import (
+    GPU_TIME_DIMENSIONS,
+    compute_shape_coverage,
+    divide_gpu_time,
+    list_top_kernels,
+)
 from traceloom.fleet.store.schema import SCHEMAS
-from traceloom.testing.fleet_weeks import WeeksRecipe, made_weeks
+from traceloom.testing.fleet_weeks import WeeksRecipe, build_weeks
 
 Frames = dict[str, pl.LazyFrame]
 
 
 @pytest.fixture(scope="module")
 def frames() -> Frames:
-    weeks = made_weeks(WeeksRecipe(days=5, usage_days=0, changes=()))
+    weeks = build_weeks(WeeksRecipe(days=5, usage_days=0, changes=()))
     return {name: SCHEMAS[name].complete(frame).lazy() for name, frame in weeks.tables.items()}
 
 
 @pytest.fixture(scope="module")
 def owned(frames: Frames) -> pl.DataFrame:
-    return periods(frames["jobs"], SCHEMAS["owners"].empty().lazy())
+    return compute_ownership_periods(frames["jobs"], SCHEMAS["owners"].empty().lazy())
 
 
 @pytest.mark.parametrize(
     "by", [("kind", "bound"), ("device_model",), ("framework", "kind"), ("division", "model"), ("job",)]
 )
 def test_gpu_time_adds_up_in_any_division(frames: Frames, owned: pl.DataFrame, by: tuple[str, ...]) -> None:
-    rows = gpu_time_by(frames["kernels"], frames["captures"], owned, by).rows
+    rows = divide_gpu_time(frames["kernels"], frames["captures"], owned, by).rows
     everything = frames["kernels"].select(pl.col("total_ns", "count").sum()).collect().row(0)
     assert rows.select(pl.col("total_ns", "count").sum()).row(0) == everything
     assert rows["fraction"].sum() == pytest.approx(1)
@@ -45,14 +50,14 @@ def test_gpu_time_of_a_value_is_that_of_its_kernels(frames: Frames, owned: pl.Da
     expected: dict[tuple[str, str], int] = defaultdict(int)
     for row in frames["kernels"].select("capture", "kind", "total_ns").collect().to_dicts():
         expected[division[job[row["capture"]]] or "unattributed", row["kind"]] += row["total_ns"]
-    rows = gpu_time_by(frames["kernels"], frames["captures"], owned, ["division", "kind"]).rows
+    rows = divide_gpu_time(frames["kernels"], frames["captures"], owned, ["division", "kind"]).rows
     assert {(a, b): ns for a, b, ns in rows.select("division", "kind", "total_ns").rows()} == expected
 
 
 def test_stretches_of_time_add_up(frames: Frames, owned: pl.DataFrame) -> None:
     day_ns = 86_400 * 10**9
-    curve = gpu_time_by(frames["kernels"], frames["captures"], owned, ["kind"], every_ns=day_ns).rows
-    whole = gpu_time_by(frames["kernels"], frames["captures"], owned, ["kind"]).rows
+    curve = divide_gpu_time(frames["kernels"], frames["captures"], owned, ["kind"], every_ns=day_ns).rows
+    whole = divide_gpu_time(frames["kernels"], frames["captures"], owned, ["kind"]).rows
     assert curve["time_ns"].n_unique() >= 5
     assert (curve["time_ns"] % day_ns == 0).all()
     assert dict(curve.group_by("kind").agg(pl.col("total_ns").sum()).rows()) == dict(
@@ -80,7 +85,7 @@ def test_kernels_by_time_and_by_cycles() -> None:
         {"kernel": "fast clock", "total_ns": 3_500, "clock_hz": 2e9, "shapes": "[1]", "capture": "e"},
         {"kernel": "no clock", "total_ns": 9_000},
     )
-    rows = top_kernels(table, CAPTURES).rows
+    rows = list_top_kernels(table, CAPTURES).rows
     assert rows["kernel"].to_list() == ["no clock", "slow clock", "fast clock"]
     assert rows["fraction"].to_list() == pytest.approx([9 / 16.5, 4 / 16.5, 3.5 / 16.5])
     assert rows["mean_ns"].to_list() == [9_000, 1_000, 3_500]
@@ -92,7 +97,7 @@ def test_kernels_by_time_and_by_cycles() -> None:
         (1, 1, 1, "e"),
     ]
     assert rows.select("roofline_ns", "roofline_known_ns").rows() == [(None, 0), (1_000, 3_000), (None, 0)]
-    by_cycles = top_kernels(table, CAPTURES, sort="cycles", top=2)
+    by_cycles = list_top_kernels(table, CAPTURES, sort="cycles", top=2)
     assert by_cycles.rows["kernel"].to_list() == ["fast clock", "slow clock"]
     assert by_cycles.total_ns == 16_500
 
@@ -104,7 +109,7 @@ def test_the_curve_of_the_commonest_shapes() -> None:
         {"kernel": "k", "op": "aten::mm", "shapes": "[8]", "types": "[]", "total_ns": 20, "capture": "d"},
         {"kernel": "unshaped", "total_ns": 80},
     )  # fmt: skip
-    curve = coverage(table)
+    curve = compute_shape_coverage(table)
     assert curve.rows.select("number", "shapes", "total_ns").rows() == [
         (1, "[8]", 520),
         (2, "[16]", 300),
@@ -113,18 +118,18 @@ def test_the_curve_of_the_commonest_shapes() -> None:
     assert curve.rows["covered_fraction"].to_list() == pytest.approx([0.52, 0.82, 0.92])
     assert (curve.total_ns, curve.unshaped_ns) == (1_000, 80)
     assert [curve.needed(share) for share in (0.5, 0.8, 0.9, 0.95)] == [1, 2, 3, None]
-    assert coverage(table, top=1).rows.height == 1
+    assert compute_shape_coverage(table, top=1).rows.height == 1
 
 
 def test_empty_tables(frames: Frames, owned: pl.DataFrame) -> None:
     nothing = SCHEMAS["kernels"].empty().lazy()
-    assert top_kernels(nothing, frames["captures"]).rows.height == 0
-    assert coverage(nothing).rows.height == 0
-    for name in BY:
-        assert gpu_time_by(nothing, frames["captures"], owned, [name]).rows.height == 0
+    assert list_top_kernels(nothing, frames["captures"]).rows.height == 0
+    assert compute_shape_coverage(nothing).rows.height == 0
+    for name in GPU_TIME_DIMENSIONS:
+        assert divide_gpu_time(nothing, frames["captures"], owned, [name]).rows.height == 0
 
 
 def test_what_gpu_time_is_not_divided_by_is_refused(frames: Frames, owned: pl.DataFrame) -> None:
     with pytest.raises(UsageError) as refusal:
-        gpu_time_by(frames["kernels"], frames["captures"], owned, ["knd"])
+        divide_gpu_time(frames["kernels"], frames["captures"], owned, ["knd"])
     assert (refusal.value.slug, "did you mean `kind`" in refusal.value.hint) == ("no-such-dimension", True)

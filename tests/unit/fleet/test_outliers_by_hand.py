@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.fleet.analyses.anomalies import outliers
+from traceloom.fleet.analyses.anomalies import find_outliers
 from traceloom.fleet.store.schema import SCHEMAS
 
 DAY = date(2026, 11, 1)
@@ -99,7 +99,7 @@ def of_ranks(rows: dict[str, Rows]) -> dict[Any, tuple[float, float, bool]]:
 
 def told(rows: dict[str, Rows]) -> tuple[pl.DataFrame, pl.DataFrame]:
     tables = {name: SCHEMAS[name].complete(pl.DataFrame(each, infer_schema_length=None)) for name, each in rows.items()}
-    result = outliers(*(tables[name].lazy() for name in ("kernels", "captures", "devices")))
+    result = find_outliers(*(tables[name].lazy() for name in ("kernels", "captures", "devices")))
     return result.hosts, result.ranks
 
 

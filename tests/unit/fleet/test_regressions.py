@@ -10,18 +10,23 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.fleet.analyses.regressions import Regressions, changes, levels, regressions
+from traceloom.fleet.analyses.regressions import (
+    Regressions,
+    compute_significance_levels,
+    find_change_points,
+    find_regressions,
+)
 from traceloom.fleet.store.schema import SCHEMAS
-from traceloom.testing.fleet_weeks import KernelChange, Weeks, WeeksRecipe, made_weeks
+from traceloom.testing.fleet_weeks import KernelChange, Weeks, WeeksRecipe, build_weeks
 
 RECIPE = WeeksRecipe(usage_days=0)
 DAY = date(2026, 10, 5)
-LEVEL = levels([40])
+LEVEL = compute_significance_levels([40])
 
 
 def looked_at(tables: dict[str, pl.DataFrame]) -> Regressions:
     frames = {name: SCHEMAS[name].complete(frame).lazy() for name, frame in tables.items()}
-    return regressions(frames["kernels"], frames["captures"], frames["devices"])
+    return find_regressions(frames["kernels"], frames["captures"], frames["devices"])
 
 
 def fleet(rows: Iterable[tuple[str, float, str | None, str, str, str]], captures: int = 1) -> dict[str, pl.DataFrame]:
@@ -48,7 +53,7 @@ def noisy(count: int, level: float = 1000.0, seed: int = 0) -> list[float]:
 
 @pytest.fixture(scope="module")
 def weeks() -> Weeks:
-    return made_weeks(RECIPE)
+    return build_weeks(RECIPE)
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +112,19 @@ def test_extra_time_is_what_jobs_after_it_spent_beyond_before(weeks: Weeks, resu
 
 @pytest.mark.parametrize("seed", [2, 3, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(4, 24))])
 def test_series_that_do_not_change_give_no_alarm(seed: int) -> None:
-    quiet = looked_at(made_weeks(replace(RECIPE, days=14, changes=(), seed=seed, captures=1)).tables)
+    quiet = looked_at(build_weeks(replace(RECIPE, days=14, changes=(), seed=seed, captures=1)).tables)
     assert quiet.series >= 200
     assert quiet.changes.height == 0
 
 
 def test_a_slow_host_is_no_change() -> None:
-    quiet = looked_at(made_weeks(replace(RECIPE, days=10, changes=(), slow_host=1, seed=5, captures=1)).tables)
+    quiet = looked_at(build_weeks(replace(RECIPE, days=10, changes=(), slow_host=1, seed=5, captures=1)).tables)
     assert quiet.changes.height == 0
 
 
 def test_new_hosts_that_are_slow_are_named() -> None:
     change = KernelChange("assistant", 3, 8, 2.0, "host")
-    weeks = made_weeks(replace(RECIPE, days=14, changes=(change,), captures=1))
+    weeks = build_weeks(replace(RECIPE, days=14, changes=(change,), captures=1))
     rows = looked_at(weeks.tables).changes
     assert set(rows.select("kernel", "cause", "evidence").rows()) == {(weeks.kernel(change), "host", "possible")}
 
@@ -207,7 +212,7 @@ def test_a_mix_that_changes_is_told_from_work_that_takes_longer(column: str, cau
 @pytest.mark.parametrize("scale", [1e-3, 1e6])
 def test_changes_do_not_depend_on_the_unit(scale: float) -> None:
     values = np.array([*noisy(20), *noisy(20, 1300, 1)])
-    (first,), (second,) = changes(values, LEVEL), changes(values * scale, LEVEL)
+    (first,), (second,) = find_change_points(values, LEVEL), find_change_points(values * scale, LEVEL)
     assert (first.at, second.at) == (20, 20)
     assert (first.low, first.high) == pytest.approx((second.low, second.high))
 
@@ -217,17 +222,17 @@ def test_changes_do_not_depend_on_the_unit(scale: float) -> None:
     [((), 1, 1), ((9,), 1, 1), ((10,), 1, 1), ((11,), 2, 1), ((30,), 21, 11 * 12 / 2), ((30, 11, 3), 23, 11 * 12 / 2)],
 )
 def test_alarms_are_divided_over_all_that_is_looked_at(counts: tuple[int, ...], cuts: int, stretches: int) -> None:
-    assert levels(counts) == pytest.approx((0.0005 / cuts, 0.0005 / stretches))
+    assert compute_significance_levels(counts) == pytest.approx((0.0005 / cuts, 0.0005 / stretches))
 
 
 def test_constant_series_and_exact_steps() -> None:
-    assert changes(np.full(30, 5.0), LEVEL) == []
-    step = changes(np.array([5.0] * 10 + [10.0] * 10), LEVEL)
+    assert find_change_points(np.full(30, 5.0), LEVEL) == []
+    step = find_change_points(np.array([5.0] * 10 + [10.0] * 10), LEVEL)
     assert [(c.at, c.before, c.after, c.low, c.high) for c in step] == [(10, 5.0, 10.0, 1.0, 1.0)]
 
 
 def test_empty_tables_have_no_series() -> None:
-    empty = regressions(*(SCHEMAS[name].empty().lazy() for name in ("kernels", "captures", "devices")))
+    empty = find_regressions(*(SCHEMAS[name].empty().lazy() for name in ("kernels", "captures", "devices")))
     assert (empty.changes.height, empty.series, empty.short) == (0, 0, 0)
 
 
@@ -237,7 +242,7 @@ def test_intervals_are_those_of_samples_that_are_drawn_one_by_one(jobs: tuple[in
     before, after = (
         level * np.exp(chance.normal(0, 0.1, count)) for level, count in zip((1.0, 2.0), jobs, strict=True)
     )
-    [change] = changes(np.concatenate([before, after]), levels([sum(jobs)]))
+    [change] = find_change_points(np.concatenate([before, after]), compute_significance_levels([sum(jobs)]))
     assert (change.at, change.before, change.after) == (jobs[0], np.median(before), np.median(after))
     drawn = [
         np.median(chance.choice(after, after.size)) / np.median(chance.choice(before, before.size)) - 1
@@ -261,5 +266,5 @@ def test_a_cut_is_where_the_distances_to_both_medians_are_least() -> None:
             cut: sum(float(np.abs(side - np.median(side)).sum()) for side in (log[:cut], log[cut:]))
             for cut in range(5, 36)
         }
-        [change] = changes(values, levels([40]))
+        [change] = find_change_points(values, compute_significance_levels([40]))
         assert change.at == min(spread, key=spread.__getitem__)

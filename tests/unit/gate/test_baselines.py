@@ -161,7 +161,7 @@ def test_a_baseline_is_saved_listed_and_compared(
 
 
 def test_a_baseline_and_the_traces_give_the_same_numbers(base: str, slow: str, tmp_path: Path) -> None:
-    place = baseline_store.Store(str(tmp_path))
+    place = baseline_store.BaselineStore(str(tmp_path))
     place.save("main", summaries(base), 0, force=False)
     conditions = [gate.parse("step_time > 3%")]
     direct = gate.judge(summaries(base), summaries(slow), conditions)
@@ -171,7 +171,7 @@ def test_a_baseline_and_the_traces_give_the_same_numbers(base: str, slow: str, t
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a" * 101, "x\n", "C:\\x", "ä"])
 def test_names_stay_in_the_store(tmp_path: Path, base: str, name: str) -> None:
-    place = baseline_store.Store(str(tmp_path / "store"))
+    place = baseline_store.BaselineStore(str(tmp_path / "store"))
     for act in (lambda: place.load(name), lambda: place.save(name, summaries(base), 0, force=True)):
         with pytest.raises(UsageError) as error:
             act()
@@ -182,7 +182,7 @@ def test_names_stay_in_the_store(tmp_path: Path, base: str, name: str) -> None:
 def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
-    place = baseline_store.Store("memory://traceloom-tests/fails")
+    place = baseline_store.BaselineStore("memory://traceloom-tests/fails")
     kept = summaries(base)
     place.save("main", kept, 1, force=True)
 
@@ -243,14 +243,14 @@ def test_a_url_without_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "fsspec.core", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match="cannot be opened") as error:
-        baseline_store.Store("s3://user:secret@bucket/x")
+        baseline_store.BaselineStore("s3://user:secret@bucket/x")
     assert "secret" not in str(error.value)
     assert "traceloom[remote]" in error.value.hint
 
 
 def test_an_unknown_kind_of_url_is_refused() -> None:
     with pytest.raises(UsageError) as error:
-        baseline_store.Store("nothing://bucket")
+        baseline_store.BaselineStore("nothing://bucket")
     assert error.value.slug == "no-fsspec"
 
 
@@ -291,5 +291,5 @@ def test_a_baseline_that_holds_what_cannot_be_is_refused_and_no_defect(
     refused = ("this is no baseline, or it is damaged", "the baseline has format version")
     assert capsys.readouterr().err.startswith(tuple(f"traceloom: {words}" for words in refused))
     with pytest.raises(InputError) as caught:
-        baseline_store.Store(kept).load("main")
+        baseline_store.BaselineStore(kept).load("main")
     assert caught.value.slug == ("other-version" if place == ("version",) else "damaged-baseline")

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 from support import runs as made
 from traceloom.analyze import gate
-from traceloom.analyze.gate import causes, in_pairs, runs_needed
-from traceloom.analyze.gate_statistics import block_length, interval, statistic_of, student_t_quantile, within_runs
+from traceloom.analyze.gate import arrange_in_pairs, compute_runs_needed, find_causes
+from traceloom.analyze.gate_statistics import (
+    choose_block_length,
+    compute_interval,
+    compute_student_t_quantile,
+    estimate_within_runs,
+    get_statistic,
+)
 from traceloom.analyze.gate_summary import Baseline, RunSummary, decode, encode
 from traceloom.errors import InputError
 
@@ -93,12 +99,12 @@ def test_one_run_against_itself_never_fails_at_any_statistic(steps: list[float],
 @pytest.mark.parametrize("name", ["mean", "median", "p1", "p50", "p99"])
 def test_statistics_go_along_the_last_axis(name: str) -> None:
     values = np.random.default_rng(1).random((4, 9))
-    rows = [float(statistic_of(name)(one)) for one in values]
-    assert statistic_of(name)(values).tolist() == pytest.approx(rows)
+    rows = [float(get_statistic(name)(one)) for one in values]
+    assert get_statistic(name)(values).tolist() == pytest.approx(rows)
 
 
 def test_students_quantile_falls_to_the_normal_one() -> None:
-    values = [student_t_quantile(freedom) for freedom in (0.5, 1, 1.5, 2, 3.3, 7, 11, 40, 500, 1e9)]
+    values = [compute_student_t_quantile(freedom) for freedom in (0.5, 1, 1.5, 2, 3.3, 7, 11, 40, 500, 1e9)]
     assert values == sorted(values, reverse=True)
     assert values[0] == values[1] == pytest.approx(12.7062, rel=1e-4)
     assert values[-1] == pytest.approx(1.95996, rel=1e-3)
@@ -106,20 +112,20 @@ def test_students_quantile_falls_to_the_normal_one() -> None:
 
 def test_few_samples_have_wider_intervals_than_many_of_the_same_scatter() -> None:
     draws = np.random.default_rng(2).normal(10, 1, 4000)
-    widths = [high - low for low, high in (interval(draws, 10, freedom) for freedom in (1, 2, 5, 30, 1e9))]
+    widths = [high - low for low, high in (compute_interval(draws, 10, freedom) for freedom in (1, 2, 5, 30, 1e9))]
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] == pytest.approx(2 * 1.96, rel=0.05)
-    assert interval(np.full(10, 5.0), 5.0, 3) == (5.0, 5.0)
+    assert compute_interval(np.full(10, 5.0), 5.0, 3) == (5.0, 5.0)
 
 
 @pytest.mark.parametrize("steps", [[1.0] * 50, [1.0, 2.0], list(range(1, 8)), [1.0, 9.0] * 40])
 def test_blocks_are_at_least_one_step_and_at_most_a_quarter_of_all(steps: list[float]) -> None:
-    length = block_length(np.array(steps, dtype=np.float64))
+    length = choose_block_length(np.array(steps, dtype=np.float64))
     assert 1 <= length <= max(len(steps) // 4, 1)
 
 
 def test_without_noise_nothing_is_uncertain() -> None:
-    drawn = within_runs(np.full(20, 5.0), np.full(20, 6.0), statistic_of("mean"))
+    drawn = estimate_within_runs(np.full(20, 5.0), np.full(20, 6.0), get_statistic("mean"))
     assert (set(drawn.base), set(drawn.new), drawn.effect) == ({5.0}, {6.0}, None)
     found = row([made.summary([10.0] * 20)], [made.summary([11.0] * 20)])
     assert (found["verdict"], found["low"], found["high"]) == ("fail", pytest.approx(0.1), pytest.approx(0.1))
@@ -128,12 +134,12 @@ def test_without_noise_nothing_is_uncertain() -> None:
 @pytest.mark.parametrize("scatter", [0.001, 0.01, 0.05])
 def test_the_runs_that_are_needed_are_the_fewest(scatter: float) -> None:
     for paired in (False, True):
-        runs = runs_needed(scatter, 0.02, paired=paired)
+        runs = compute_runs_needed(scatter, 0.02, paired=paired)
         assert runs is not None
         sides = 1 if paired else 2
 
         def reach(count: int, sides: int = sides) -> float:
-            return (student_t_quantile((count - 1) * sides) + 0.8416) * scatter * math.sqrt(sides / count)
+            return (compute_student_t_quantile((count - 1) * sides) + 0.8416) * scatter * math.sqrt(sides / count)
 
         assert reach(runs) <= 0.02
         assert runs == 2 or reach(runs - 1) > 0.02
@@ -151,13 +157,15 @@ def test_pairs_come_in_the_order_of_the_day_whatever_the_order_of_the_files() ->
     new = [
         at(run, 100 * number + (10 if number % 2 else -10), f"n{number}") for number, run in enumerate(side(2, 1e7, 4))
     ]
-    left, right, paired = in_pairs(base[::-1], [new[2], new[0], new[3], new[1]])
+    left, right, paired = arrange_in_pairs(base[::-1], [new[2], new[0], new[3], new[1]])
     assert paired
     assert [run.name for run in left] == ["b0", "b1", "b2", "b3"]
     assert [run.name for run in right] == ["n0", "n1", "n2", "n3"]
     assert gate.judge(base, new, [CONDITION]).checks["sample"].to_list() == ["pairs of runs"]
-    assert not in_pairs(base, new[:3])[2]
-    assert not in_pairs(base, [at(run, 1000 + n, "x") for n, run in enumerate(new)])[2], "all of one side came first"
+    assert not arrange_in_pairs(base, new[:3])[2]
+    assert not arrange_in_pairs(base, [at(run, 1000 + n, "x") for n, run in enumerate(new)])[2], (
+        "all of one side came first"
+    )
 
 
 # -- what changed -------------------------------------------------------------------------------------------------
@@ -176,7 +184,7 @@ def test_causes_are_the_differences_of_the_means_the_largest_first() -> None:
         with_kernels({"a": [30, 30], "b": [5, 5], "new": [2, 2]}, idle=[90, 90]),
         with_kernels({"a": [30, 30]}, idle=[90, 90]),
     ]
-    found = causes(base, new).rows()
+    found = find_causes(base, new).rows()
     assert found == [
         ("kernel", "a", 15, 30, 15),
         ("part", "idle time of the GPUs", 100, 90, -10),
@@ -189,7 +197,7 @@ def test_causes_are_the_differences_of_the_means_the_largest_first() -> None:
 def test_at_most_twenty_causes_are_told() -> None:
     base = [with_kernels({f"k{n}": [0.0] for n in range(40)})]
     new = [with_kernels({f"k{n}": [100.0 * n] for n in range(40)})]
-    found = causes(base, new)
+    found = find_causes(base, new)
     assert found.height == 20
     assert found["name"][0] == "k39"
 

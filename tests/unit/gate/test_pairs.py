@@ -10,7 +10,7 @@ import pytest
 
 from support import runs as made
 from traceloom.analyze import gate, gate_statistics
-from traceloom.analyze.gate import in_pairs, power, runs_needed
+from traceloom.analyze.gate import arrange_in_pairs, compute_power, compute_runs_needed
 from traceloom.analyze.gate_summary import RunSummary
 
 TEN_MS = 1e7
@@ -41,7 +41,7 @@ def without_times(runs: list[RunSummary]) -> list[RunSummary]:
 
 @pytest.fixture(autouse=True)
 def _fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_statistics, "DRAWS", 800)
+    monkeypatch.setattr(gate_statistics, "DRAW_COUNT", 800)
 
 
 def test_pairs_see_what_a_drifting_machine_hides() -> None:
@@ -67,7 +67,7 @@ def test_no_change_fails_rarely_whatever_the_machine_does() -> None:
 def test_either_side_may_come_first_in_a_pair_and_the_order_of_the_inputs_is_none() -> None:
     base, new = turns(2, 0.05, order=lambda pair: pair % 2 == 0)
     assert verdict(base, new)["sample"] == "pairs of runs"
-    first, second, paired = in_pairs(base[::-1], [*new[3:], *new[:3]])
+    first, second, paired = arrange_in_pairs(base[::-1], [*new[3:], *new[:3]])
     assert paired
     assert (list(first), list(second)) == (base, new)
 
@@ -75,16 +75,16 @@ def test_either_side_may_come_first_in_a_pair_and_the_order_of_the_inputs_is_non
 def test_runs_that_did_not_take_turns_are_no_pairs() -> None:
     base, new = turns(3, 0.0)
     one_after_the_other = [msgspec.structs.replace(run, began_unix_ns=at) for at, run in enumerate([*base, *new])]
-    assert not in_pairs(one_after_the_other[:6], one_after_the_other[6:])[2]
-    assert not in_pairs(base, new[:5])[2]
-    assert not in_pairs(base[:3], new[:3])[2]
-    assert not in_pairs(without_times(base), new)[2]
+    assert not arrange_in_pairs(one_after_the_other[:6], one_after_the_other[6:])[2]
+    assert not arrange_in_pairs(base, new[:5])[2]
+    assert not arrange_in_pairs(base[:3], new[:3])[2]
+    assert not arrange_in_pairs(without_times(base), new)[2]
 
 
 def test_runs_needed_of_pairs_come_from_their_ratio() -> None:
     base, new = turns(4, 0.05)
     checks = gate.judge(base, new, [gate.parse("step_time > 2%")]).checks
-    row = power(checks, 0.05).row(0, named=True)
-    assert row["runs"] == runs_needed(row["scatter"], 0.03, paired=True)
+    row = compute_power(checks, 0.05).row(0, named=True)
+    assert row["runs"] == compute_runs_needed(row["scatter"], 0.03, paired=True)
     loose = gate.judge(without_times(base), without_times(new), [gate.parse("step_time > 2%")]).checks
-    assert row["runs"] < power(loose, 0.05)["runs"][0]
+    assert row["runs"] < compute_power(loose, 0.05)["runs"][0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.trace.session import undisturbed_steps
+from traceloom.trace.session import find_unrecorded_steps
 from traceloom.trace.trace import Meta
 
 STATES = ["unrecorded"] * 4 + ["recorded", "graph", "early", "disturbed", "unrecorded"]
@@ -21,7 +21,7 @@ def meta(folder: Path, steps: Any) -> Meta:
 
 
 def test_only_undisturbed_steps_after_the_warm_up_count(tmp_path: Path) -> None:
-    found = undisturbed_steps(meta(tmp_path, TABLE))
+    found = find_unrecorded_steps(meta(tmp_path, TABLE))
     assert found is not None
     assert [column.tolist() for column in found] == [[3, 8], [10, 11]]
 
@@ -30,7 +30,7 @@ def test_only_undisturbed_steps_after_the_warm_up_count(tmp_path: Path) -> None:
 def test_long_tables_lie_beside_the_trace(tmp_path: Path, packed: bool) -> None:
     data = json.dumps(TABLE).encode()
     (tmp_path / "rank0.steps.json").write_bytes(gzip.compress(data) if packed else data)
-    found = undisturbed_steps(meta(tmp_path, {"file": "rank0.steps.json", "rows": 9}))
+    found = find_unrecorded_steps(meta(tmp_path, {"file": "rank0.steps.json", "rows": 9}))
     assert found is not None
     assert found[1].tolist() == [10, 11]
 
@@ -40,4 +40,4 @@ def test_long_tables_lie_beside_the_trace(tmp_path: Path, packed: bool) -> None:
 )
 def test_what_is_not_there_is_none(tmp_path: Path, steps: Any) -> None:
     (tmp_path.parent / "rank0.steps.json").write_text(json.dumps(TABLE), encoding="utf-8")
-    assert undisturbed_steps(meta(tmp_path, steps)) is None
+    assert find_unrecorded_steps(meta(tmp_path, steps)) is None

@@ -23,7 +23,7 @@ def rates(
     monkeypatch: pytest.MonkeyPatch, runs: tuple[int, int], slower: float, of_runs: float, limit: str, count: int = 50
 ) -> tuple[Counter[str], float]:
     """Verdicts of 100 made comparisons, and the share of intervals that hold the true change."""
-    monkeypatch.setattr(gate_statistics, "DRAWS", 600)
+    monkeypatch.setattr(gate_statistics, "DRAW_COUNT", 600)
     chance = np.random.default_rng(7)
     condition = gate.parse(f"step_time > {limit}")
     verdicts: Counter[str] = Counter()
@@ -219,16 +219,16 @@ def test_other_devices_have_no_verdict_and_other_shapes_are_told() -> None:
 @pytest.mark.parametrize("freedom", [1, 2, 4, 9, 25, 1000])
 def test_students_quantiles(freedom: int) -> None:
     known = {1: 12.706, 2: 4.303, 4: 2.776, 9: 2.262, 25: 2.060, 1000: 1.962}
-    assert gate_statistics.student_t_quantile(freedom) == pytest.approx(known[freedom], rel=0.005)
+    assert gate_statistics.compute_student_t_quantile(freedom) == pytest.approx(known[freedom], rel=0.005)
 
 
 def test_blocks_are_longer_where_neighbours_are_alike() -> None:
     chance = np.random.default_rng(1)
     alone = np.array(made.steps(chance, 400, TEN_MS, 0.05))
     alike = np.array(made.steps(chance, 400, TEN_MS, 0.05, 0.9))
-    assert gate_statistics.block_length(alone) < 8
-    assert 8 < gate_statistics.block_length(alike) <= 100
-    assert gate_statistics.block_length(np.ones(50)) == 1
+    assert gate_statistics.choose_block_length(alone) < 8
+    assert 8 < gate_statistics.choose_block_length(alike) <= 100
+    assert gate_statistics.choose_block_length(np.ones(50)) == 1
 
 
 @pytest.mark.parametrize(("limit", "least"), [("3%", -1.0), ("1ms", -1e7)])

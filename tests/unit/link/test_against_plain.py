@@ -11,10 +11,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.graph.device_work import WorkTimeline, device_work
+from traceloom.graph.device_work import WorkTimeline, collect_device_work
 from traceloom.graph.edges import Edges, select_acyclic_edges
-from traceloom.graph.graph import EDGE_KINDS, Graph, acyclic
-from traceloom.graph.host_tree import host_tree
+from traceloom.graph.graph import EDGE_KINDS, Graph, is_acyclic
+from traceloom.graph.host_tree import build_host_tree
 from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
 
@@ -214,7 +214,7 @@ def test_of_edges_that_contradict_each_other_all_firm_ones_fit_and_none_closes_a
     source, target, firm, times = random_edges(seed, contradicting=True)
     kept = select_acyclic_edges(source, target, firm, times)
     assert kept[firm].all()
-    assert acyclic(times.size // 2, source[kept], target[kept])
+    assert is_acyclic(times.size // 2, source[kept], target[kept])
     # what goes on in time is refused only where something that goes back has moved its source
     early = times[target] <= times[source]
     if not (kept & early & ~firm).any():
@@ -254,8 +254,8 @@ def test_each_way_of_adding_an_edge_comes_back_as_it_was_given() -> None:
 def test_questions_by_time_are_answered_as_by_looking_at_every_work(seed: int) -> None:
     built, _ = random_work(seed, overlap=True)
     trace = built.build()
-    tree = host_tree(trace)
-    work = device_work(trace, tree)
+    tree = build_host_tree(trace)
+    work = collect_device_work(trace, tree)
     times = WorkTimeline(work, tree)
     draw = np.random.default_rng(seed)
     first = int(work.start.min())

@@ -12,7 +12,7 @@ from traceloom.graph.edges import Edges
 @pytest.mark.parametrize("keys", ["one", "several"])
 def test_edges_stand_by_target_and_source_and_none_of_a_kind_twice(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if keys == "several":  # as for graphs whose points do not fit into one number with the kind
-        monkeypatch.setattr(module, "_ONE_KEY", 0)
+        monkeypatch.setattr(module, "_MAX_PACKED_POINTS", 0)
     edges = Edges()
     sources, targets = np.array([2, 0, 0, 1, 0]), np.array([3, 2, 1, 2, 2])
     edges.add("call", "measured", sources, targets, from_end=True, to_end=False, firm=True)

@@ -17,7 +17,7 @@ from traceloom.graph import host_match as ms
 from traceloom.graph.graph import GRAPH_SCHEMAS
 from traceloom.graph.host_match import Matching, match
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, build_trace_pair
 from traceloom.trace.trace import HostTrace, Trace
 
 LAYER = (
@@ -70,7 +70,7 @@ def refused(trace: Trace, host: HostTrace) -> InputError:
 @pytest.mark.parametrize("schema", HOST_SCHEMAS)
 @pytest.mark.parametrize("keys", ["record function id", "external id"])
 def test_ids_find_the_very_iteration(schema, keys):
-    device, host = (one.build() for one in pair([STEP] * 4, recorded=range(2, 3), keys=keys, schema=schema))
+    device, host = (one.build() for one in build_trace_pair([STEP] * 4, recorded=range(2, 3), keys=keys, schema=schema))
     found = match(device, host)
     check(found, device, host)
     if schema == "1.0.0":  # has no ids
@@ -95,7 +95,7 @@ def test_a_record_function_id_of_0_joins_nothing():
 
 
 def test_an_id_joins_whatever_the_spelling_of_the_name():
-    device, host = pair([STEP])
+    device, host = build_trace_pair([STEP])
     nodes = [node.replace("Optimizer.step#SGD.step", "Optimizer.step") for node in host.nodes()]
     found, trace = _matched(device, host, nodes)
     assert found.exact
@@ -105,7 +105,7 @@ def test_an_id_joins_whatever_the_spelling_of_the_name():
 
 
 def test_ids_that_point_to_other_names_are_not_believed():
-    made = pair([STEP] * 3, recorded=range(1, 2))
+    made = build_trace_pair([STEP] * 3, recorded=range(1, 2))
     device, host = made[0].build(), made[1].build()
     ids = host.ops["record_function_id"]
     shifted = replace(host, ops=host.ops.with_columns((ids + 1).alias("record_function_id")))
@@ -115,7 +115,7 @@ def test_ids_that_point_to_other_names_are_not_believed():
 
 
 def test_ops_before_the_profiler_began_are_said_to_be_outside():
-    device, host = pair([STEP])
+    device, host = build_trace_pair([STEP])
     early = HostTraceBuilder(process=4242)
     early.op("aten::empty", record_id=3)
     nodes = [json.loads(node) for node in host.nodes()]
@@ -125,7 +125,7 @@ def test_ops_before_the_profiler_began_are_said_to_be_outside():
 
 
 def test_a_cut_device_trace_is_joined_by_ids_with_a_warning():
-    device, host = pair([STEP])
+    device, host = build_trace_pair([STEP])
     trace = device.build()
     half = replace(trace, events=trace.events.head(trace.events.height * 2 // 3))
     found = match(half, host.build())
@@ -148,7 +148,9 @@ def _matched(device: TraceBuilder, host: HostTraceBuilder, nodes: list[str]) -> 
 
 @pytest.mark.parametrize("schema", HOST_SCHEMAS)
 def test_several_iterations_that_fit_are_counted_and_the_first_is_taken(schema):
-    device, host = (one.build() for one in pair([STEP] * 6, recorded=range(4, 5), keys="none", schema=schema))
+    device, host = (
+        one.build() for one in build_trace_pair([STEP] * 6, recorded=range(4, 5), keys="none", schema=schema)
+    )
     found = match(device, host)
     check(found, device, host)
     assert (found.exact, found.evidence, found.iterations, found.matched) == (False, "inferred", 6, OPS)
@@ -162,7 +164,7 @@ def test_all_threads_are_of_the_same_iteration():
     # The backward thread's block fits in every iteration, the forward thread's only in the fourth.
     odd = [NestedOp("forward", (*LAYER, NestedOp("aten::dropout"))), *STEP[1:]]
     steps = [STEP, STEP, STEP, odd, STEP, STEP]
-    device, host = (one.build() for one in pair(steps, recorded=range(3, 4), keys="none"))
+    device, host = (one.build() for one in build_trace_pair(steps, recorded=range(3, 4), keys="none"))
     found = match(device, host)
     check(found, device, host)
     assert found.iterations == 1
@@ -172,7 +174,7 @@ def test_all_threads_are_of_the_same_iteration():
 def test_threads_with_equal_ops_are_told_apart_by_when_they_began():
     loader = NestedOp("load", (NestedOp("aten::stack"),))
     step = [replace(loader, thread=3), NestedOp("forward", LAYER * 4), replace(loader, thread=2)]
-    device, host = (one.build() for one in pair([step] * 3, keys="none"))
+    device, host = (one.build() for one in build_trace_pair([step] * 3, keys="none"))
     found = match(device, host)
     check(found, device, host)
     assert found.matched == found.ops
@@ -182,7 +184,7 @@ def test_threads_with_equal_ops_are_told_apart_by_when_they_began():
 
 
 def test_ops_on_one_side_only_do_not_disturb_the_order():
-    device, host = pair([STEP * 4], keys="none")
+    device, host = build_trace_pair([STEP * 4], keys="none")
     for time in (3.25, 40.25, 70.25, 91.25):
         device.op("profiler::noise", time, 0.125, thread=4242)
     device.op("aten::add_", 55.25, 0.125, thread=4242)
@@ -195,7 +197,7 @@ def test_ops_on_one_side_only_do_not_disturb_the_order():
 
 
 def test_a_truncated_host_trace_is_matched_as_far_as_it_goes(tmp_path):
-    device, host = pair([STEP] * 5, recorded=range(1), keys="none")
+    device, host = build_trace_pair([STEP] * 5, recorded=range(1), keys="none")
     nodes = host.nodes()
     path = tmp_path / "host.json"
     path.write_text(host.text(nodes[: len(nodes) // 2]).replace("]\n", "")[:-40])
@@ -227,8 +229,10 @@ def test_events_of_one_microsecond_are_ordered_by_their_ids():
 
 
 def test_another_model_is_refused_with_the_numbers():
-    device = pair([STEP], keys="none")[0].build()
-    host = pair([[NestedOp(f"aten::other{number}") for number in range(9)] + [NestedOp("aten::t")]])[1].build()
+    device = build_trace_pair([STEP], keys="none")[0].build()
+    host = build_trace_pair([[NestedOp(f"aten::other{number}") for number in range(9)] + [NestedOp("aten::t")]])[
+        1
+    ].build()
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "1 of 10 host ops (10.0 %)" in error.message
@@ -237,15 +241,15 @@ def test_another_model_is_refused_with_the_numbers():
 
 def test_the_same_names_in_another_order_are_refused():
     names = [f"aten::op{number}" for number in range(40)]
-    device = pair([[NestedOp(name) for name in names]], keys="none")[0].build()
-    host = pair([[NestedOp(name) for name in reversed(names)]], keys="none")[1].build()
+    device = build_trace_pair([[NestedOp(name) for name in names]], keys="none")[0].build()
+    host = build_trace_pair([[NestedOp(name) for name in reversed(names)]], keys="none")[1].build()
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "in the same order" in error.message
 
 
 def test_another_process_of_the_same_program_is_refused():
-    device, host = (pair([STEP], process=number)[side].build() for side, number in ((0, 11), (1, 12)))
+    device, host = (build_trace_pair([STEP], process=number)[side].build() for side, number in ((0, 11), (1, 12)))
     error = refused(device, host)
     assert error.slug == "host-mismatch"
     assert "process 12" in error.message
@@ -254,7 +258,7 @@ def test_another_process_of_the_same_program_is_refused():
 
 def test_a_device_trace_without_ops_is_refused():
     device = TraceBuilder().kernel("k", 0, 1, stream=7, correlation=1).build()
-    error = refused(device, pair([STEP])[1].build())
+    error = refused(device, build_trace_pair([STEP])[1].build())
     assert error.slug == "host-mismatch"
     assert f"0 of {OPS}" in error.message
 
@@ -262,7 +266,7 @@ def test_a_device_trace_without_ops_is_refused():
 def test_a_host_trace_without_ops_is_refused():
     host = HostTraceBuilder()
     host.groups([])
-    assert refused(pair([STEP])[0].build(), host.build()).slug == "empty-host-trace"
+    assert refused(build_trace_pair([STEP])[0].build(), host.build()).slug == "empty-host-trace"
 
 
 # -- real pairs -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.graph.inputs import Inputs, find_inputs
 from traceloom.graph.linking import load_ranks
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace_builder import NestedOp, pair
+from traceloom.testing.host_trace_builder import NestedOp, build_trace_pair
 
 STEP = [
     NestedOp("forward", (NestedOp("aten::mm"), NestedOp("aten::relu"))),
@@ -209,7 +209,7 @@ def capture(tmp_path: Path) -> Path:
         time += 20
     timed.mark(3, time, thread=4242)
     timed.write(folder / "rank0.kineto.json.gz")
-    graph, observed = pair([STEP])
+    graph, observed = build_trace_pair([STEP])
     graph.write(folder / "rank0.graph.kineto.json.gz")
     observed.write(folder / "rank0.host.json.gz")
     _entry(folder, {"step": 3, "file": "rank0.graph.kineto.json.gz", "host_file": "rank0.host.json.gz"})

@@ -14,7 +14,7 @@ from traceloom.formats import read_kineto
 from traceloom.formats.host_trace import read_host_trace
 from traceloom.graph import link
 from traceloom.graph.host_match import match
-from traceloom.testing.host_trace_builder import NestedOp, pair
+from traceloom.testing.host_trace_builder import NestedOp, build_trace_pair
 from traceloom.trace.trace import HostTrace, Trace
 from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import anonymize
@@ -60,7 +60,7 @@ def joined(trace: Trace, host: HostTrace) -> dict[int, int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_op_is_its_event_whichever_way_they_are_joined(seed: int, keys: str) -> None:
     for iteration in (0, 2):
-        built = pair(program(seed), recorded=range(iteration, iteration + 1), keys=keys)
+        built = build_trace_pair(program(seed), recorded=range(iteration, iteration + 1), keys=keys)
         trace, host = built[0].build(), built[1].build()
         assert joined(trace, host) == truth(trace, host, iteration)
         matching = match(trace, host)
@@ -75,14 +75,14 @@ def test_every_op_is_its_event_whichever_way_they_are_joined(seed: int, keys: st
 def test_names_that_are_others_on_both_sides_join_the_same_ops(keys: str) -> None:
     results = []
     for prefix in ("", "zebra_"):
-        device, host = pair(program(3, prefix), recorded=range(1, 2), keys=keys)
+        device, host = build_trace_pair(program(3, prefix), recorded=range(1, 2), keys=keys)
         results.append(joined(device.build(), host.build()))
     assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_program_with_one_op_less_is_joined_by_ids_and_never_wrongly(seed: int) -> None:
-    device, host = pair(program(seed), recorded=range(1, 2))
+    device, host = build_trace_pair(program(seed), recorded=range(1, 2))
     trace, whole = device.build(), host.build()
     expected = truth(trace, whole, 1)
     chance = random.Random(seed)
@@ -95,8 +95,8 @@ def test_a_program_with_one_op_less_is_joined_by_ids_and_never_wrongly(seed: int
 
 
 def test_the_ops_of_another_program_are_refused() -> None:
-    device, _ = pair(program(1), keys="none")
-    _, host = pair([(NestedOp("other::x", (NestedOp("other::y"),)),) * 9], keys="none")
+    device, _ = build_trace_pair(program(1), keys="none")
+    _, host = build_trace_pair([(NestedOp("other::x", (NestedOp("other::y"),)),) * 9], keys="none")
     with pytest.raises(InputError) as caught:
         match(device.build(), host.build())
     assert caught.value.slug == "host-mismatch"
@@ -107,7 +107,7 @@ def test_what_is_shared_is_linked_as_what_is_kept(keys: str, tmp_path: Path) -> 
     """The two sides are rewritten apart from each other, and still are of one process, with one name for each thing."""
     folder = tmp_path / "in"
     folder.mkdir()
-    device, host = pair(program(2), recorded=range(1, 2), keys=keys)
+    device, host = build_trace_pair(program(2), recorded=range(1, 2), keys=keys)
     device.write(folder / "rank0.kineto.json")
     host.write(folder / "rank0.host.json")
     policy = Policy(shapes="keep", scalars="keep")

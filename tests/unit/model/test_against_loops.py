@@ -11,11 +11,16 @@ import polars as pl
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.trace.arrays import column_of, longest_increasing_subsequence, row_numbers, to_nullable_series
+from traceloom.trace.arrays import (
+    build_event_column,
+    extract_column,
+    find_longest_increasing_subsequence,
+    to_nullable_series,
+)
 from traceloom.trace.frames import Result, contains, contains_any
-from traceloom.trace.notice import Notice, worst_first
-from traceloom.trace.session import ThreadClock, samples_of
-from traceloom.trace.vocabulary import copy_kind, memory_kinds
+from traceloom.trace.notice import Notice, sort_by_severity
+from traceloom.trace.session import ThreadClock, parse_thread_clocks
+from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
 
 SEEDS = range(12)
 
@@ -32,7 +37,7 @@ def rising(values: list[int]) -> int:
 def test_a_longest_rise_is_as_long_as_any_and_rises(seed: int) -> None:
     chance = random.Random(seed)
     values = [chance.randrange(12) for _ in range(chance.randrange(30))]
-    places = longest_increasing_subsequence(np.array(values, dtype=np.int64)).tolist()
+    places = find_longest_increasing_subsequence(np.array(values, dtype=np.int64)).tolist()
     assert len(places) == rising(values)
     assert places == sorted(set(places))
     assert [values[at] for at in places] == sorted({values[at] for at in places})
@@ -43,9 +48,9 @@ def test_columns_with_nulls_are_arrays_and_back(seed: int) -> None:
     chance = random.Random(seed)
     share = (0.0, 0.3, 1.0)[seed % 3]
     values = [None if chance.random() < share else chance.randrange(1000) for _ in range(seed * 3)]
-    column = row_numbers(np.array([-1 if value is None else value for value in values], dtype=np.int64))
+    column = build_event_column(np.array([-1 if value is None else value for value in values], dtype=np.int64))
     assert (column.dtype, column.to_list()) == (pl.UInt32(), values)
-    again = column_of(pl.DataFrame({"launch": column}), "launch", absent=-1, large=False)
+    again = extract_column(pl.DataFrame({"launch": column}), "launch", absent=-1, large=False)
     assert (again.dtype, again.tolist()) == (np.int64, [-1 if value is None else value for value in values])
 
 
@@ -130,7 +135,7 @@ def test_which_way_a_copy_goes(name: str, argument: str | None, kind: str) -> No
 def test_between_which_memories_a_copy_goes(
     name: str, source: str | None, target: str | None, kinds: tuple[str | None, str | None]
 ) -> None:
-    assert memory_kinds(name, source, target) == kinds
+    assert parse_memory_kinds(name, source, target) == kinds
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -146,7 +151,7 @@ def test_how_long_a_thread_ran_lies_between_what_its_samples_tell(seed: int) -> 
     clock = ThreadClock(np.array(looks), np.array([ran[look] for look in looks]))
     spans = [sorted((chance.randrange(length), chance.randrange(length))) for _ in range(30)]
     low, high = (np.array(ends) for ends in zip(*spans, strict=True))
-    least, most = (found.tolist() for found in clock.ran(low, high))
+    least, most = (found.tolist() for found in clock.bound_cpu_time(low, high))
     for (begin, end), at_least, at_most in zip(spans, least, most, strict=True):
         assert 0 <= at_least <= ran[end] - ran[begin] <= at_most <= end - begin
         inside = [look for look in looks if begin <= look <= end]
@@ -162,7 +167,7 @@ GOOD = {"thread": [7, 8, 7, 7], "time_ns": [30, 5, 10, 20], "cpu_ns": [9, 1, 2, 
 
 
 def test_samples_of_threads_are_in_order_and_of_two_at_least() -> None:
-    samples = samples_of({"thread_cpu": GOOD}, "rank0.json")
+    samples = parse_thread_clocks({"thread_cpu": GOOD}, "rank0.json")
     assert list(samples) == ["7"]
     assert (samples["7"].time_ns.tolist(), samples["7"].ran_ns.tolist()) == ([10, 20, 30], [2, 4, 9])
 
@@ -181,7 +186,7 @@ def test_samples_of_threads_are_in_order_and_of_two_at_least() -> None:
     ids=["shorter", "none", "negative", "huge", "texts", "lacking", "empty"],
 )
 def test_samples_that_cannot_be_are_none(table: dict[str, object]) -> None:
-    assert samples_of({"thread_cpu": table}, "rank0.json") == {}
+    assert parse_thread_clocks({"thread_cpu": table}, "rank0.json") == {}
 
 
 def test_the_worst_notices_come_first_and_equals_stay() -> None:
@@ -192,7 +197,7 @@ def test_the_worst_notices_come_first_and_equals_stay() -> None:
         Notice("d", "warning", "m", 5),
         Notice("e", "error", "m", 1, rank=3),
     )
-    assert "".join(notice.slug for notice in worst_first(notices)) == "cedba"
+    assert "".join(notice.slug for notice in sort_by_severity(notices)) == "cedba"
     assert notices[0].of_rank(4).to_dict() | {"message": ""} == {
         "slug": "a", "severity": "info", "count": 9, "message": "", "rank": 4, "where": "",
     }  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from support.sessions import Document, made, several_devices, with_memory
-from traceloom.report.sections import every
-from traceloom.trace.columns import COLUMNS, column
-from traceloom.trace.frames import UNITS, Column, per_step, times
+from traceloom.report.sections import load_extra_sections
+from traceloom.trace.columns import COLUMNS, find_column
+from traceloom.trace.frames import UNITS, Column, declare_per_step, declare_times
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference"
 SORTS = [several_devices, with_memory]
@@ -47,7 +47,7 @@ def schemas() -> Iterator[tuple[str, Document]]:
         ("replay.schema.json", "replay_json"),
     ):
         yield root, json.loads((REFERENCE / name).read_text(encoding="utf-8"))
-    for section in every():
+    for section in load_extra_sections():
         yield section.key, section.schema
 
 
@@ -56,7 +56,7 @@ def test_every_declaration_is_of_a_column_of_a_document() -> None:
     for root, schema in schemas():
         for path, name in properties(schema, root, schema.get("$defs", {})):
             with contextlib.suppress(KeyError):  # lists and objects are described in the schemas themselves
-                used.add(id(column(name, path)))
+                used.add(id(find_column(name, path)))
     assert [key for key, declared in COLUMNS.items() if id(declared) not in used] == []
 
 
@@ -98,9 +98,9 @@ def test_declarations_stay_as_they_were_declared() -> None:
 def test_the_declaration_of_the_nearest_rows_around_counts() -> None:
     for key, declared in COLUMNS.items():
         path, _, name = key.rpartition(".")
-        assert column(name, path) is declared
+        assert find_column(name, path) is declared
         for deeper in ("no_such_rows", "no_such.rows"):
-            assert column(name, f"{path}.{deeper}".strip(".")) is declared
+            assert find_column(name, f"{path}.{deeper}".strip(".")) is declared
 
 
 @pytest.mark.parametrize(
@@ -108,22 +108,22 @@ def test_the_declaration_of_the_nearest_rows_around_counts() -> None:
 )
 def test_what_is_not_declared_is_an_error_with_its_name(name: str, path: str) -> None:
     with pytest.raises(KeyError, match=f"no column `{name}` of `{path}`"):
-        column(name, path)
+        find_column(name, path)
 
 
 def test_columns_over_steps_are_three_with_the_mean_of_counts_a_number() -> None:
-    assert per_step("rows.call_count", "count", "calls", "Calls", "why") == {
+    assert declare_per_step("rows.call_count", "count", "calls", "Calls", "why") == {
         "rows.mean_call_count": Column("number", "Calls", "calls, mean over the whole steps", "why"),
         "rows.min_call_count": Column("count", "Min", "calls, min over the whole steps", "why"),
         "rows.max_call_count": Column("count", "Max", "calls, max over the whole steps", "why"),
     }
-    assert [(key, declared.unit) for key, declared in per_step("self_ns", "time", "x").items()] == [
+    assert [(key, declared.unit) for key, declared in declare_per_step("self_ns", "time", "x").items()] == [
         ("mean_self_ns", "time"), ("min_self_ns", "time"), ("max_self_ns", "time"),
     ]  # fmt: skip
 
 
 def test_columns_of_a_time_are_its_median_its_95th_percentile_and_its_longest() -> None:
-    declared = times("gap", "Gap", "between them")
+    declared = declare_times("gap", "Gap", "between them")
     assert [key for key in declared if key.startswith("gap_")] == ["gap_median_ns", "gap_p95_ns", "gap_max_ns"]
     assert {each.unit for each in declared.values()} == {"time"}
     assert [each.title for each in declared.values()] == ["Gap", "95 %", "Max"]
@@ -147,7 +147,7 @@ def test_numbers_of_a_report_are_what_their_unit_allows(sort: Any) -> None:
     compared = 0
     for path, name, value in values(made(sort)[1]):
         try:
-            unit = column(name, path).unit
+            unit = find_column(name, path).unit
         except KeyError:  # of an object with keys of the run
             continue
         compared += 1

@@ -90,19 +90,19 @@ def test_what_leaves_the_process_is_whole(tmp_path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "passed on"])
 def test_a_stored_trace_that_is_not_whole_is_refused(kept: bool, tmp_path) -> None:
-    storage.save(odd_trace(2), tmp_path, kept=kept)
+    storage.save(odd_trace(2), tmp_path, permanent=kept)
     head = tmp_path / "trace.json"
     whole = head.read_bytes()
     changes = [whole[:-1], whole.replace(b'"version": ', b'"version": 1'), b"", whole[len(whole) // 2 :]]
     for changed in changes:
         head.write_bytes(changed)
         with pytest.raises(Exception, match=r"the head is not as it was written|format \d+ is not"):
-            storage.load_trace(tmp_path, kept=kept)
+            storage.load_trace(tmp_path, permanent=kept)
     head.write_bytes(whole)
-    assert storage.load_trace(tmp_path, kept=kept).events.equals(odd_trace(2).events)
+    assert storage.load_trace(tmp_path, permanent=kept).events.equals(odd_trace(2).events)
     (tmp_path / "events.arrow").write_bytes((tmp_path / "lanes.arrow").read_bytes())
     with pytest.raises(Exception, match=r"frame events is not as"):
-        storage.load_trace(tmp_path, kept=kept)
+        storage.load_trace(tmp_path, permanent=kept)
     (tmp_path / "events.arrow").unlink()
     with pytest.raises(OSError, match=r"events\.arrow"):
-        storage.load_trace(tmp_path, kept=kept)
+        storage.load_trace(tmp_path, permanent=kept)

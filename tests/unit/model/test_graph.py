@@ -8,11 +8,11 @@ import polars as pl
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.graph.graph import Graph, empty_frame
+from traceloom.graph.graph import Graph, make_empty_frame
 
 
 def test_a_graph_without_nodes_is_of_one_rank() -> None:
-    assert Graph(empty_frame("nodes"), empty_frame("edges")).job_ranks == 1
+    assert Graph(make_empty_frame("nodes"), make_empty_frame("edges")).job_ranks == 1
 
 
 @pytest.mark.parametrize(

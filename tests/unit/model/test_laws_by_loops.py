@@ -211,12 +211,12 @@ def test_sessions_find_their_times_and_how_much_recording_cost() -> None:
     assert session.epoch_ns == min(starts)
     assert [trace.end_ns for trace in traces] == ends
     assert session.event_count == sum(len(trace.events.to_dicts()) for trace in traces)
-    assert session.recording_ratio is None
+    assert session.recording_overhead_ratio is None
     parts = [{"overhead": {"ratio": 1.25}}, {"overhead": {"ratio": 1.5}}, {"overhead": None}]
     measured = [
         replace(trace, meta=replace(trace.meta, capture=part)) for trace, part in zip(traces, parts, strict=True)
     ]
-    assert replace(session, traces=tuple(measured)).recording_ratio == 1.5
+    assert replace(session, traces=tuple(measured)).recording_overhead_ratio == 1.5
 
 
 def test_a_session_tells_what_only_its_traces_have() -> None:

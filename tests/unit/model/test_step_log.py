@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.trace.session import WARM_UP, all_steps, captured_table, undisturbed_steps
+from traceloom.trace.session import WARM_UP_STEPS, find_unrecorded_steps, read_capture_table, read_run_steps
 from traceloom.trace.trace import Meta
 
 TABLE: dict[str, Any] = {
@@ -23,7 +23,7 @@ def meta(steps: Any, folder: Path | None = None) -> Meta:
 
 
 def test_every_step_is_there_with_its_time_and_its_state() -> None:
-    steps = all_steps(meta(TABLE))
+    steps = read_run_steps(meta(TABLE))
     assert steps is not None
     assert steps.duration_ns.tolist() == TABLE["duration_ns"]
     assert str(steps.duration_ns.dtype) == "int64"
@@ -33,7 +33,7 @@ def test_every_step_is_there_with_its_time_and_its_state() -> None:
 
 @pytest.mark.parametrize("ran", [None, [], [1, 2], "x", {"a": 1}, 7])
 def test_a_column_of_cpu_times_that_does_not_fit_is_unknown_for_all_steps(ran: Any) -> None:
-    steps = all_steps(meta({**TABLE, "cpu_ns": ran}))
+    steps = read_run_steps(meta({**TABLE, "cpu_ns": ran}))
     assert steps is not None
     assert steps.ran_ns == [None] * 6
 
@@ -47,20 +47,20 @@ def test_a_column_of_cpu_times_that_does_not_fit_is_unknown_for_all_steps(ran: A
     ],
 )  # fmt: skip
 def test_a_table_with_an_impossible_time_or_of_uneven_length_is_none(changes: dict[str, Any]) -> None:
-    assert all_steps(meta({**TABLE, **changes})) is None
+    assert read_run_steps(meta({**TABLE, **changes})) is None
 
 
 def test_the_longest_time_that_is_one() -> None:
-    steps = all_steps(meta({"duration_ns": [(1 << 53) - 1], "state": ["graph"]}))
+    steps = read_run_steps(meta({"duration_ns": [(1 << 53) - 1], "state": ["graph"]}))
     assert steps is not None
     assert (steps.duration_ns.tolist(), steps.state) == ([(1 << 53) - 1], ["graph"])
 
 
 def test_a_run_without_steps_has_none_but_has_a_table() -> None:
-    steps = all_steps(meta({"duration_ns": [], "state": []}))
+    steps = read_run_steps(meta({"duration_ns": [], "state": []}))
     assert steps is not None
     assert (steps.duration_ns.tolist(), steps.state, steps.ran_ns) == ([], [], [])
-    undisturbed = undisturbed_steps(meta({"duration_ns": [], "state": []}))
+    undisturbed = find_unrecorded_steps(meta({"duration_ns": [], "state": []}))
     assert undisturbed is not None
     assert [column.tolist() for column in undisturbed] == [[], []]
 
@@ -68,38 +68,38 @@ def test_a_run_without_steps_has_none_but_has_a_table() -> None:
 @pytest.mark.parametrize("count", range(6))
 def test_undisturbed_steps_are_those_of_all_steps_after_the_warm_up(count: int) -> None:
     table = {"duration_ns": list(range(100, 100 + count)), "state": ["unrecorded"] * count}
-    steps = undisturbed_steps(meta(table))
+    steps = find_unrecorded_steps(meta(table))
     assert steps is not None
-    assert steps[0].tolist() == list(range(WARM_UP, count))
-    assert steps[1].tolist() == table["duration_ns"][WARM_UP:]
+    assert steps[0].tolist() == list(range(WARM_UP_STEPS, count))
+    assert steps[1].tolist() == table["duration_ns"][WARM_UP_STEPS:]
 
 
 def test_one_impossible_time_costs_the_undisturbed_steps_only_itself() -> None:
     table = {"duration_ns": [1, 2, 3, "x", -4, 5, 1 << 62, None, 8], "state": ["unrecorded"] * 9}
-    steps = undisturbed_steps(meta(table))
+    steps = find_unrecorded_steps(meta(table))
     assert steps is not None
     assert [column.tolist() for column in steps] == [[5, 8], [5, 8]]
 
 
 @pytest.mark.parametrize("capture", [None, {}, {"steps": None}, {"steps": [1]}, {"steps": "file"}])
 def test_without_a_table_there_is_none(capture: Any) -> None:
-    assert captured_table(capture, "a/rank0.json", "steps") is None
-    assert all_steps(Meta("a", capture=capture)) is None
-    assert undisturbed_steps(Meta("a", capture=capture)) is None
+    assert read_capture_table(capture, "a/rank0.json", "steps") is None
+    assert read_run_steps(Meta("a", capture=capture)) is None
+    assert find_unrecorded_steps(Meta("a", capture=capture)) is None
 
 
 @pytest.mark.parametrize("name", [3, None, ["x"]])
 def test_a_table_whose_file_is_no_name_is_the_table_itself(name: Any) -> None:
     table = {"file": name, "rows": 2}
-    assert captured_table({"other": table}, "a", "other") == table
+    assert read_capture_table({"other": table}, "a", "other") == table
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_table_beside_the_trace_is_read_under_any_key(packed: bool, tmp_path: Path) -> None:
     data = json.dumps(TABLE).encode()
     (tmp_path / "t").write_bytes(gzip.compress(data) if packed else data)
-    assert captured_table({"gaps": {"file": "t"}}, str(tmp_path / "rank0.json"), "gaps") == TABLE
-    steps = all_steps(meta({"file": "t"}, tmp_path))
+    assert read_capture_table({"gaps": {"file": "t"}}, str(tmp_path / "rank0.json"), "gaps") == TABLE
+    steps = read_run_steps(meta({"file": "t"}, tmp_path))
     assert steps is not None
     assert steps.duration_ns.tolist() == TABLE["duration_ns"]
 
@@ -113,14 +113,14 @@ def test_a_table_beside_the_trace_is_read_under_any_key(packed: bool, tmp_path: 
 )  # fmt: skip
 def test_a_file_that_is_no_table_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(content)
-    assert captured_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
-    assert all_steps(meta({"file": "t"}, tmp_path)) is None
+    assert read_capture_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
+    assert read_run_steps(meta({"file": "t"}, tmp_path)) is None
 
 
 def test_a_file_that_expands_without_end_is_cut_and_so_no_table(tmp_path: Path) -> None:
     text = b'{"duration_ns": [1], "state": ["unrecorded"]' + b" " * (1 << 25) + b"}"
     (tmp_path / "t").write_bytes(gzip.compress(text, 1))
-    assert captured_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
+    assert read_capture_table({"steps": {"file": "t"}}, str(tmp_path / "rank0.json"), "steps") is None
 
 
 @pytest.mark.parametrize("name", ["../t", "/etc/hostname", "sub/t", "..", ""])
@@ -128,4 +128,4 @@ def test_a_name_never_leaves_the_folder_of_the_trace(name: str, tmp_path: Path) 
     (tmp_path / "sub").mkdir()
     for path in (tmp_path / "t", tmp_path / "sub" / "t"):
         path.write_text(json.dumps(TABLE))
-    assert captured_table({"steps": {"file": name}}, str(tmp_path / "sub" / "rank0.json"), "steps") is None
+    assert read_capture_table({"steps": {"file": name}}, str(tmp_path / "sub" / "rank0.json"), "steps") is None

@@ -9,7 +9,7 @@ import pytest
 
 from traceloom.errors import InvariantError, UsageError
 from traceloom.testing import TraceBuilder
-from traceloom.trace.notice import Notice, worst_first
+from traceloom.trace.notice import Notice, sort_by_severity
 from traceloom.trace.session import Session
 
 
@@ -65,7 +65,7 @@ def test_notices_are_told_with_their_rank_and_the_worst_first():
         Notice("c", "warning", "", 2),
         Notice("d", "warning", "", 9),
     )
-    assert [notice.slug for notice in worst_first(notices)] == ["b", "d", "c", "a"]
+    assert [notice.slug for notice in sort_by_severity(notices)] == ["b", "d", "c", "a"]
     session = Session((replace(trace(3), notices=notices[:1]),), "run", notices=notices[1:2])
     assert [(notice.slug, notice.rank) for notice in session.all_notices()] == [("b", None), ("a", 3)]
 

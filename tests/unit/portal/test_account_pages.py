@@ -20,16 +20,16 @@ from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Show
 from traceloom.fleet.analyses.attribution import UNATTRIBUTED
 from traceloom.fleet.handlers.admin import DocumentAnswer, DocumentHistoryAnswer, DocumentVersion
 from traceloom.fleet.portal import question_pages
-from traceloom.fleet.portal.asking import to_page
+from traceloom.fleet.portal.asking import build_page_url
 from traceloom.fleet.portal.charts import DAY_NS
 from traceloom.fleet.portal.page import PageContent
-from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.page_request import PageUrl
 from traceloom.fleet.portal.pages import admin, attribution, kernel
 from traceloom.fleet.portal.pages.admin import OwnersView, PricesView
-from traceloom.fleet.portal.pages.attribution import TimeView
+from traceloom.fleet.portal.pages.attribution import AttributionView
 from traceloom.fleet.portal.question_pages import SavingsView, ToplineView
 from traceloom.fleet.portal.tables import PageTable
-from traceloom.fleet.rules import OwnerRule, prices_of
+from traceloom.fleet.rules import OwnerRule, parse_prices
 
 HOUR_MS = 3_600_000
 
@@ -63,19 +63,19 @@ TREE = [
 ]
 
 
-def time_page(at: tuple[str, ...] = (), query: str = "by=division,user", rows: list[Any] = TREE) -> TimeView:
+def time_page(at: tuple[str, ...] = (), query: str = "by=division,user", rows: list[Any] = TREE) -> AttributionView:
     facts = {"by": ["division", "user"], "currency": "EUR"}
     over = [
         {**part(list(at), 3, 1), "time_ns": NOON - DAY_NS}, {**part(list(at), 0, 0, 1), "time_ns": NOON},
         {**part(["another"], 9, 9), "time_ns": NOON},
     ]  # fmt: skip
-    return TimeView(
+    return AttributionView(
         at, answered("attribution", query, facts, rows=rows), answered("attribution", query, facts, rows=over), DAY_NS
     )
 
 
 def test_device_time_is_divided_and_its_parts_add_up() -> None:
-    content = attribution.PAGE.content(time_page())
+    content = attribution.ATTRIBUTION_PAGE.content(time_page())
     page = ContentPage(content)
     assert page.heading == "12 device hours; jobs that held them computed 75.0 % of the time"
     assert {name: (of.value, of.about) for name, of in page.numbers().items()} == {
@@ -88,28 +88,28 @@ def test_device_time_is_divided_and_its_parts_add_up() -> None:
     assert page.column("of-part", "Share") == ["41.7 %", "25.0 %", "33.3 %"]
     assert page.column("of-part", "Use") == ["80.0 %", "66.7 %", "–"], "of what nobody held nothing is said"
     assert page.column("of-part", "Energy, kWh") == ["1", "–", "–"]
-    rows = json.loads(table_of(content, "of-part").json(Address("/p", "")))
+    rows = json.loads(table_of(content, "of-part").json(PageUrl("/p", "")))
     assert sum(row["hours"] for row in rows) == 12
     assert sum(row["share"] for row in rows) == pytest.approx(1)
 
 
 def test_each_part_leads_into_itself_and_back() -> None:
-    page = ContentPage(attribution.PAGE.content(time_page()))
+    page = ContentPage(attribution.ATTRIBUTION_PAGE.content(time_page()))
     links = page.leads("of-part", "Division")
     assert [json.loads(parse_qs(urlsplit(of).query)["at"][0]) for of in links] == [["ads"], [EVIL], ["free"]]
-    inside = ContentPage(attribution.PAGE.content(time_page(("ads",))))
+    inside = ContentPage(attribution.ATTRIBUTION_PAGE.content(time_page(("ads",))))
     assert inside.heading == "ads: 5 device hours; jobs that held them computed 80.0 % of the time"
     assert inside.column("of-part", "User") == ["bo/c", "ana"]
     assert inside.column("of-part", "Share") == ["80.0 %", "20.0 %"]
     trail = [of.get("href") for of in inside.all("nav")[0].iter("a")]
     assert [parse_qs(urlsplit(str(of)).query).get("at") for of in trail] == [None]
-    leaf = ContentPage(attribution.PAGE.content(time_page(("ads", "bo/c"))))
+    leaf = ContentPage(attribution.ATTRIBUTION_PAGE.content(time_page(("ads", "bo/c"))))
     assert "of-part" not in leaf.tables(), "it is divided no further"
     assert [words(of) for of in leaf.all("nav")[0].iter("a")] == ["All devices", "ads"]
 
 
 def test_the_picture_of_device_time_is_to_scale() -> None:
-    page = ContentPage(attribution.PAGE.content(time_page()))
+    page = ContentPage(attribution.ATTRIBUTION_PAGE.content(time_page()))
     boxes = [of for of in page.all("svg") if "box" in (of.get("class") or "").split()]
     shown = {words(next(of.iter("b"))): of for of in boxes}
     widths = {name: float(str(of.get("width")).removesuffix("%")) for name, of in shown.items()}
@@ -129,16 +129,18 @@ def test_the_picture_of_device_time_is_to_scale() -> None:
 
 def test_time_of_which_nothing_is_known_says_what_to_do() -> None:
     for view in (time_page(rows=[]), time_page(("nobody",))):
-        page = ContentPage(attribution.PAGE.content(view))
+        page = ContentPage(attribution.ATTRIBUTION_PAGE.content(view))
         assert page.heading == "Device time"
         assert page.numbers() == {}
         assert "drop a filter" in words(page.by_id("of-part"))
-    unheld = ContentPage(attribution.PAGE.content(time_page(("free",))))
+    unheld = ContentPage(attribution.ATTRIBUTION_PAGE.content(time_page(("free",))))
     assert unheld.heading == "free: 4 device hours that no job held"
 
 
 def test_dimensions_are_moved_dropped_and_added_by_links() -> None:
-    page = ContentPage(attribution.PAGE.content(time_page(("ads",), "by=division,user&at=%5B%22ads%22%5D&job=x")))
+    page = ContentPage(
+        attribution.ATTRIBUTION_PAGE.content(time_page(("ads",), "by=division,user&at=%5B%22ads%22%5D&job=x"))
+    )
     order = next(of for of in page.all("div") if of.get("class") == "order")
     by_name = {
         of.get("aria-label") or words(of): dict(parse_qsl(urlsplit(of.get("href") or "").query))
@@ -166,7 +168,7 @@ def prices_page(text: str, version: int = 2, rows: list[Any] | None = None) -> C
     document = DocumentAnswer(version=version, at_ns=NOON, who="ana", text=text)
     parts = [part(["H100"], 10, 0, cost=30.0), part([EVIL], 5, 0)] if rows is None else rows
     whole = part([], 15, 0, cost=30.0, cost_known_ms=10 * HOUR_MS)
-    view = PricesView(document, prices_of(text) if version else None, HISTORY if version else NONE, parts, whole)
+    view = PricesView(document, parse_prices(text) if version else None, HISTORY if version else NONE, parts, whole)
     return ContentPage(admin.PRICES_PAGE.content(view))
 
 
@@ -269,8 +271,8 @@ def test_changes_of_kernels_are_divided_by_what_they_mean() -> None:
      (0.0004, "<0.1 % longer"), (-0.9996, ">99.9 % shorter"), (0.9999, ">99.9 % longer")],
 )  # fmt: skip
 def test_a_change_is_said_in_words(by: float, shown: str) -> None:
-    assert kernel.times(by) == shown
-    sentence = kernel.sentence(change("k", by, "device", evidence="possible"))
+    assert kernel.format_change(by) == shown
+    sentence = kernel.describe_change(change("k", by, "device", evidence="possible"))
     assert sentence == f"takes {shown}, as other models of device do more of its work (possible: no job can tell)"
 
 
@@ -280,9 +282,9 @@ def test_a_change_is_said_in_words(by: float, shown: str) -> None:
     )
 )
 def test_time_and_filters_go_along_from_page_to_page(query: dict[str, str]) -> None:
-    address = Address("/p", "")
+    address = PageUrl("/p", "")
     address.query = dict(query)
-    there = dict(parse_qsl(urlsplit(to_page("/q", address, by="x", top="")).query, keep_blank_values=True))
+    there = dict(parse_qsl(urlsplit(build_page_url("/q", address, by="x", top="")).query, keep_blank_values=True))
     kept = {name: value for name, value in query.items() if name in {"since", "until", "job", "host"} and value}
     assert there == {**kept, "by": "x"}
 
@@ -387,14 +389,14 @@ def test_what_is_downloaded_of_a_page_is_exact(key: str) -> None:
         )
         names = ("kernel", "change", "extra_ns")
     else:
-        content = attribution.PAGE.content(time_page())
+        content = attribution.ATTRIBUTION_PAGE.content(time_page())
         table = table_of(content, "of-part")
         exact = [("ads", 5.0, 5 / 12), (EVIL, 3.0, 3 / 12), ("free", 4.0, 4 / 12)]
         names = ("part", "hours", "share")
-    address = Address("/p", "")
+    address = PageUrl("/p", "")
     as_json = [tuple(row[name] for name in names) for row in json.loads(table.json(address))]
     assert as_json == exact
-    as_csv = list(csv.DictReader(io.StringIO(table.csv(address))))
+    as_csv = list(csv.DictReader(io.StringIO(table.to_csv(address))))
     for line, row in zip(as_csv, exact, strict=True):
         assert line[names[0]] == (f"'{row[0]}" if row[0].startswith("=") else row[0])
         assert [float(line[name]) for name in names[1:]] == [float(value) for value in row[1:]]

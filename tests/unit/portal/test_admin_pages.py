@@ -12,26 +12,25 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import HtmlTree, words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree
-from traceloom.agent.traces.requests import Wanted
+from traceloom.agent.traces.requests import TraceSpec
 from traceloom.fleet.handlers.hosts import FleetJobAnswer, FleetRequestAnswer, HostAnswer
 from traceloom.fleet.handlers.now import HostDetailAnswer, JobDetailAnswer
-from traceloom.fleet.portal.page_request import Address, Visit
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl
 from traceloom.fleet.portal.pages import admin, job, overview
 from traceloom.fleet.portal.pages import job as request
 from traceloom.fleet.portal.pages.job import JobView
 from traceloom.fleet.portal.pages.overview import HostView
-from traceloom.fleet.service.service import Service
 from traceloom.fleet.store.captures import ROLES, AuditEntry, Role, TokenRecord
 from traceloom.fleet.store.rules import EVENTS, WebhookRecord
 
 NO_SERVICE = cast("Service", None)  # forms are drawn of what was asked already
 
 
-def visitor(role: Role, user: str = "ana", /, **form: str | list[str]) -> Visit:
+def visitor(role: Role, user: str = "ana", /, **form: str | list[str]) -> PageRequest:
     """A visit of somebody with a role, who may have sent a form."""
     token = TokenRecord(name=user, role=role, created_ns=0, expires_ns=0, revoked_ns=0)
     sent = {field: value if isinstance(value, list) else [value] for field, value in form.items()}
-    return Visit(NO_SERVICE, token, Address("/p", ""), {"job": "a", "id": "r", "host": "h"}, sent)
+    return PageRequest(NO_SERVICE, token, PageUrl("/p", ""), {"job": "a", "id": "r", "host": "h"}, sent)
 
 
 def fields(page: HtmlTree) -> dict[str, str]:
@@ -78,7 +77,7 @@ def test_a_form_that_was_refused_shows_what_was_written() -> None:
     assert fields(hook) == {"name": "x", "url": SPELLED, "events": "request.done"}
     text = "a = 1\r\nb = '</textarea><script>'\t\r\n"
     written = fragment_tree(
-        admin.document_form(visitor("operator", text=text), "Change", "prices.toml", "old", "about")
+        admin.build_document_form(visitor("operator", text=text), "Change", "prices.toml", "old", "about")
     )
     assert written.all("script") == []
     assert "".join(written.all("textarea")[0].itertext()) == text.replace("\r\n", "\n"), "with its lines and tabs"
@@ -125,7 +124,7 @@ def test_the_audit_says_who_did_what() -> None:
 
 def running(state: str = "running", who: str = "ana") -> FleetRequestAnswer:
     return FleetRequestAnswer(
-        id="r", who=who, asked_ns=NOON, wanted=Wanted(job="a", steps=3), state=state, since_ns=NOON,  # type: ignore[arg-type]
+        id="r", who=who, asked_ns=NOON, wanted=TraceSpec(job="a", steps=3), state=state, since_ns=NOON,  # type: ignore[arg-type]
         start_ns=0, start_step=0, start_detail="", reason="", detail="", capture="", trigger=None, hosts=[],
     )  # fmt: skip
 

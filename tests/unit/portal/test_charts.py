@@ -16,11 +16,11 @@ from traceloom.fleet.portal.charts import (
     ChartColumn,
     ChartDot,
     ChartLevel,
-    TreeBox,
-    columns,
-    dots,
-    icicle,
-    share_bar,
+    IcicleBox,
+    draw_columns,
+    draw_dots,
+    draw_icicle,
+    draw_share_bar,
 )
 from traceloom.system import units
 
@@ -42,7 +42,7 @@ def test_dots_stand_where_their_time_and_value_are(most: float) -> None:
     values = [0.0, most / 2, most]
     points = [ChartDot(START + at * DAY_NS, value, "compute", EVIL, f"/jobs/{at}") for at, value in enumerate(values)]
     levels = [ChartLevel(START, START + DAY_NS, most / 2, "before")]
-    whole = drawn(dots(points, levels, [(START + DAY_NS, "+1 %")], label=EVIL, write=units.number))
+    whole = drawn(draw_dots(points, levels, [(START + DAY_NS, "+1 %")], label=EVIL, write=units.format_number))
     circles = whole.findall(".//circle")
     across, down = places(circles, "cx"), places(circles, "cy")
     assert across[2] - across[1] == pytest.approx(across[1] - across[0], abs=0.02)
@@ -62,7 +62,7 @@ def test_parts_of_columns_add_up_and_gaps_are_seen() -> None:
     stretches = [
         ChartColumn(START + at * HOUR_NS, [("compute", 3.0 * at), ("idle", 1.0)], f"hour {at}") for at in (0, 1, 3)
     ]
-    whole = drawn(columns(stretches, HOUR_NS, label="hours", write=units.number))
+    whole = drawn(draw_columns(stretches, HOUR_NS, label="hours", write=units.format_number))
     heights = [places(group.findall("rect"), "height") for group in whole.findall(".//g")]
     assert [round(compute / idle, 2) for compute, idle in heights] == [0.0, 3.0, 9.0]
     left = [places(group.findall("rect"), "x")[0] for group in whole.findall(".//g")]
@@ -71,11 +71,11 @@ def test_parts_of_columns_add_up_and_gaps_are_seen() -> None:
 
 def test_boxes_are_as_wide_as_their_parts_and_lead_to_them() -> None:
     boxes = [
-        TreeBox(0, 0.0, 1.0, "all", "all", "4 h", 0.5, "compute", "/attribution", here=True),
-        TreeBox(1, 0.0, 0.75, EVIL, EVIL, "3 h", 0.5, "compute", "/attribution?at=a"),
-        TreeBox(1, 0.75, 0.25, "b", "b", "1 h", 0.5, "idle", "/attribution?at=b"),
+        IcicleBox(0, 0.0, 1.0, "all", "all", "4 h", 0.5, "compute", "/attribution", here=True),
+        IcicleBox(1, 0.0, 0.75, EVIL, EVIL, "3 h", 0.5, "compute", "/attribution?at=a"),
+        IcicleBox(1, 0.75, 0.25, "b", "b", "1 h", 0.5, "idle", "/attribution?at=b"),
     ]
-    whole = drawn(icicle(boxes, "time"))
+    whole = drawn(draw_icicle(boxes, "time"))
     shown = whole.findall(".//svg[@width]")[1:]
     assert places(shown, "width") == [100.0, 75.0, 25.0]
     assert places(shown, "x") == [0.0, 0.0, 75.0]
@@ -84,9 +84,9 @@ def test_boxes_are_as_wide_as_their_parts_and_lead_to_them() -> None:
 
 
 def test_a_bar_has_all_of_its_parts_and_nothing_where_there_is_nothing() -> None:
-    whole = drawn(share_bar([("a", "compute", 3.0), (EVIL, "idle", 1.0)], units.number, "parts"))
+    whole = drawn(draw_share_bar([("a", "compute", 3.0), (EVIL, "idle", 1.0)], units.format_number, "parts"))
     assert places(whole.findall(".//rect"), "x") == [0.0, 75.0]
     assert [b.text for b in whole.findall(".//b")] == ["3", "1"]
-    assert dots([], [], [], label="none", write=units.number) is None
-    assert columns([], HOUR_NS, label="none", write=units.number) is None
-    assert share_bar([("a", "compute", 0.0)], units.number, "none") is None
+    assert draw_dots([], [], [], label="none", write=units.format_number) is None
+    assert draw_columns([], HOUR_NS, label="none", write=units.format_number) is None
+    assert draw_share_bar([("a", "compute", 0.0)], units.format_number, "none") is None

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
-from traceloom.fleet.portal.live import Live, LiveContent
-from traceloom.server.problem import RequestError
+from traceloom.fleet.portal.live import LiveContent, LivePages
+from traceloom.server.problem import HttpError
 
 
 class Changing:
@@ -18,7 +18,7 @@ class Changing:
 
     def __init__(self) -> None:
         self.number, self.looks, self.ended = 1, 0, False
-        self.trouble: RequestError | None = None
+        self.trouble: HttpError | None = None
 
     async def look(self) -> LiveContent:
         self.looks += 1
@@ -34,7 +34,7 @@ def parts(event: bytes) -> str:
 
 def test_all_readers_of_a_page_share_it() -> None:
     async def run() -> None:
-        live, page = Live(0.01), Changing()
+        live, page = LivePages(0.01), Changing()
         readers = [live.events("/p", page.look, "") for _ in range(50)]
         for reader in readers:
             assert await anext(reader) == b"retry: 1000\n\n"
@@ -60,7 +60,7 @@ def test_all_readers_of_a_page_share_it() -> None:
 
 def test_who_has_the_page_already_is_not_sent_it_again() -> None:
     async def run() -> None:
-        live, page = Live(0.01), Changing()
+        live, page = LivePages(0.01), Changing()
         first = live.events("/p", page.look, "")
         await anext(first)
         name = (await anext(first)).split(b"\n")[0].removeprefix(b"id: ").decode()
@@ -80,12 +80,12 @@ def test_who_has_the_page_already_is_not_sent_it_again() -> None:
 @pytest.mark.parametrize("status", [0, 404, 503])
 def test_it_ends_with_what_it_is_about_and_waits_for_a_service_that_leads(status: int) -> None:
     async def run() -> None:
-        live, page = Live(0.01), Changing()
+        live, page = LivePages(0.01), Changing()
         reader = live.events("/p", page.look, "")
         await anext(reader)
         await anext(reader)
         if status:
-            page.trouble = RequestError(status, "no", slug="not-leading")
+            page.trouble = HttpError(status, "no", slug="not-leading")
         else:
             page.ended, page.number = True, 9
             assert parts(await anext(reader)) == "9"

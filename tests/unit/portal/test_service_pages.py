@@ -16,7 +16,7 @@ from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.fleet.portal.app import PAGES  # noqa: E402
-from traceloom.fleet.store.captures import State  # noqa: E402
+from traceloom.fleet.store.captures import ServiceState  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_who_follows_a_link_of_another_site_comes_again_with_the_cookie(service:
 
 
 def test_a_wrong_an_expired_and_a_revoked_token_are_refused_alike(service: RunningService) -> None:
-    state = State(str(service.folder / "store" / "state.db"))
+    state = ServiceState(str(service.folder / "store" / "state.db"))
     expired = state.add_token("late", "admin", days=-1)
     state.close()
     revoked = token(service, "gone", "admin")

@@ -13,8 +13,8 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.pages import Elements
 from traceloom.fleet.portal.page import format_value
-from traceloom.fleet.portal.page_request import Address
-from traceloom.fleet.portal.tables import LEAF, PageColumn, PageTable
+from traceloom.fleet.portal.page_request import PageUrl
+from traceloom.fleet.portal.tables import ROWS_PER_PAGE, PageColumn, PageTable
 
 EVIL = "<script>alert(1)</script>\u202e"
 COLUMNS = (
@@ -32,7 +32,7 @@ TABLE = PageTable("t", "Things", COLUMNS, ROWS, "Make one.")
 
 
 def names(table: PageTable, query: str) -> list[str]:
-    return [str(row["name"]) for row in table.chosen(Address("/p", query))]
+    return [str(row["name"]) for row in table.chosen(PageUrl("/p", query))]
 
 
 def test_rows_are_sorted_and_filtered_as_the_address_says() -> None:
@@ -45,14 +45,14 @@ def test_rows_are_sorted_and_filtered_as_the_address_says() -> None:
 
 
 def test_texts_of_strangers_are_text_and_nothing_invisible_is_left() -> None:
-    page = format_value(TABLE.render(Address("/p", "")))
+    page = format_value(TABLE.render(PageUrl("/p", "")))
     elements = Elements(page)
     assert elements.tags["script"] == 0
     assert "<script>alert(1)</script>\\u202e" in elements.shown
     assert "2.00 MB" in elements.shown
     assert ("span", "title", "nobody knows") in elements.attributes
     assert ("time", "datetime", "2026-09-21T14:13:20.000+00:00") in elements.attributes
-    assert "Make one." in format_value(PageTable("t", "Things", COLUMNS, [], "Make one.").render(Address("/p", "")))
+    assert "Make one." in format_value(PageTable("t", "Things", COLUMNS, [], "Make one.").render(PageUrl("/p", "")))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_texts_of_strangers_are_text_and_nothing_invisible_is_left() -> None:
 )
 def test_a_long_table_has_leaves(asked: str, first: int, last: int) -> None:
     table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
-    elements = Elements(format_value(table.render(Address("/p", f"t.leaf={asked}&t.sort=&u.q=kept"))))
-    assert elements.tags["tr"] == 1 + last - first + 1 <= 1 + LEAF
+    elements = Elements(format_value(table.render(PageUrl("/p", f"t.leaf={asked}&t.sort=&u.q=kept"))))
+    assert elements.tags["tr"] == 1 + last - first + 1 <= 1 + ROWS_PER_PAGE
     assert f"n{first}" in elements.shown
     assert f"{first + 1} to {last + 1} of 120" in elements.shown
     links = [
@@ -73,8 +73,8 @@ def test_a_long_table_has_leaves(asked: str, first: int, last: int) -> None:
 
 
 def test_downloads_are_exact_and_no_formulas() -> None:
-    address = Address("/p", "t.sort=-size")
-    rows = list(csv.DictReader(io.StringIO(TABLE.csv(address))))
+    address = PageUrl("/p", "t.sort=-size")
+    rows = list(csv.DictReader(io.StringIO(TABLE.to_csv(address))))
     assert [row["size"] for row in rows] == ["2000000", "7", ""]
     assert rows[1]["state"] == "'=1+1"
     assert json.loads(TABLE.json(address))[0] == ROWS[0]
@@ -87,5 +87,5 @@ def test_downloads_are_exact_and_no_formulas() -> None:
 )
 def test_an_odd_number_of_a_leaf_is_never_a_defect(asked: str, first: int) -> None:
     table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
-    shown = Elements(format_value(table.render(Address("/p", urlencode({"t.leaf": asked})))))
+    shown = Elements(format_value(table.render(PageUrl("/p", urlencode({"t.leaf": asked})))))
     assert f"{first} to {min(first + 49, 120)} of 120" in shown.shown

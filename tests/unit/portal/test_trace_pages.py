@@ -16,17 +16,17 @@ import itertools
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree, request
-from traceloom.agent.traces.requests import Wanted
-from traceloom.agent.triggers.store import Fired, Refused
+from traceloom.agent.traces.requests import TraceSpec
+from traceloom.agent.triggers.store import LastFiring, LastRefusal
 from traceloom.fleet.api import CaptureAnswer, TaskAnswer
 from traceloom.fleet.handlers.admin import FleetTriggerAnswer, FleetTriggersAnswer
-from traceloom.fleet.handlers.hosts import HostOfRequest
-from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.handlers.hosts import RequestHost
+from traceloom.fleet.portal.page_request import PageUrl
 from traceloom.fleet.portal.pages import admin as triggers_page
 from traceloom.fleet.portal.pages import captures as captures_page
 from traceloom.fleet.portal.pages import job as request_page
 from traceloom.fleet.portal.pages import job as requests_page
-from traceloom.fleet.service.request_plan import FLEET_ENDED, FleetState
+from traceloom.fleet.service.request_plan import ENDED_FLEET_STATES, FleetState
 
 STATES: tuple[FleetState, ...] = get_args(FleetState)
 
@@ -60,16 +60,16 @@ def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> Non
         request(
             "r/1",
             "failed",
-            wanted=Wanted(job="b/c", duration_s=0.25, profilers=("stacks", "dump")),
+            wanted=TraceSpec(job="b/c", duration_s=0.25, profilers=("stacks", "dump")),
             who=EVIL,
             detail=EVIL,
         ),
         request(
             "r2",
             "done",
-            wanted=Wanted(job=EVIL, steps=1),
+            wanted=TraceSpec(job=EVIL, steps=1),
             capture="c/2",
-            hosts=[HostOfRequest(host="n", state="done", since_ns=1)],
+            hosts=[RequestHost(host="n", state="done", since_ns=1)],
         ),
     ]
     page = ContentPage(requests_page.REQUESTS_PAGE.content(rows))
@@ -88,7 +88,7 @@ def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> Non
 @pytest.mark.parametrize("state", STATES)
 def test_a_request_stands_where_its_state_is_on_the_way(state: FleetState) -> None:
     content = request_page.REQUEST_PAGE.content(request("r", state, reason="some-reason", capture="c1"))
-    assert content.ended == (state in FLEET_ENDED)
+    assert content.ended == (state in ENDED_FLEET_STATES)
     page = ContentPage(content)
     way = page.by_id("way-part")
     steps = [words(of) for of in way.iter("li")]
@@ -102,7 +102,7 @@ def test_a_request_stands_where_its_state_is_on_the_way(state: FleetState) -> No
         assert passed == steps[: steps.index(state)], "all before it is behind it"
         assert steps[-1] == ("partial" if state == "partial" else "done")
     links = [of.get("href") for of in way.iter("a")]
-    assert links == (["/captures/c1"] if state in FLEET_ENDED else []), "a report is there when it has ended"
+    assert links == (["/captures/c1"] if state in ENDED_FLEET_STATES else []), "a report is there when it has ended"
     assert "some-reason" in words(way)
     assert len(page.heading.split()) >= 3, "its state in a sentence"
 
@@ -115,15 +115,15 @@ def test_a_capture_that_could_not_be_analysed_is_no_report() -> None:
 
 def test_a_request_shows_every_host_and_what_it_says() -> None:
     hosts = [
-        HostOfRequest(
+        RequestHost(
             host="n/1",
             state="done",
             since_ns=NOON,
             ranks=[0, 1, 2, 5],
             targets=["0 timeline: done", "1 timeline: done"],
         ),
-        HostOfRequest(host=EVIL, state="failed", since_ns=NOON, reason="unreachable", detail=EVIL),
-        HostOfRequest(host="n3", state="failed", since_ns=NOON, reason="unreachable"),
+        RequestHost(host=EVIL, state="failed", since_ns=NOON, reason="unreachable", detail=EVIL),
+        RequestHost(host="n3", state="failed", since_ns=NOON, reason="unreachable"),
     ]
     page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "partial", start_ns=NOON + SECOND, hosts=hosts)))
     assert page.column("hosts", "Ranks") == ["0-2, 5", "–", "–"]
@@ -140,7 +140,7 @@ def test_a_request_shows_every_host_and_what_it_says() -> None:
 
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_ranges_of_ranks_hold_the_ranks_that_they_are_of(ranks: set[int]) -> None:
-    hosts = [HostOfRequest(host="n", state="done", since_ns=1, ranks=sorted(ranks))]
+    hosts = [RequestHost(host="n", state="done", since_ns=1, ranks=sorted(ranks))]
     page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "done", hosts=hosts)))
     [shown] = page.column("hosts", "Ranks")
     spans = [tuple(map(int, re.findall(r"\d+", part))) for part in shown.split(", ")]
@@ -196,11 +196,11 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
     rules = [
         rule(
             "daily", "cadence", fired=3, kept_bytes=2_000_000, refusals={"busy": 1, "budget": 1200},
-            last=Fired(at_ns=NOON, target="b/c", what="its turn", request="r/9", uid=0),
-            last_refusal=Refused(at_ns=NOON + SECOND, target="a", what="its turn", uid=0, reason="budget", detail=EVIL),
+            last=LastFiring(at_ns=NOON, target="b/c", what="its turn", request="r/9", uid=0),
+            last_refusal=LastRefusal(at_ns=NOON + SECOND, target="a", what="its turn", uid=0, reason="budget", detail=EVIL),
         ),
         rule("slow", "regression", target="slowest-and-median", cooldown_seconds=0.5, fired=1,
-             last_refusal=Refused(at_ns=NOON - SECOND, target="", what=EVIL, uid=0, reason="no-job", detail="it ended")),
+             last_refusal=LastRefusal(at_ns=NOON - SECOND, target="", what=EVIL, uid=0, reason="no-job", detail="it ended")),
         rule("idle", "usage"),
     ]  # fmt: skip
     page = ContentPage(triggers_page.TRIGGERS_PAGE.content(triggers(*rules)))
@@ -240,12 +240,12 @@ def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
 def test_the_table_of_requests_is_filtered_by_all_that_it_shows() -> None:
     rows = [
         request("r1", "done", who="trigger daily"),
-        request("r2", "done", who="ana", wanted=Wanted(job="daily", steps=2)),
+        request("r2", "done", who="ana", wanted=TraceSpec(job="daily", steps=2)),
     ]
-    table = requests_page.table(rows)
-    assert [row["id"] for row in table.chosen(Address("/requests", "requests.q=trigger+daily"))] == ["r1"]
-    assert [row["id"] for row in table.chosen(Address("/requests", "requests.q=DAILY"))] == ["r1", "r2"]
+    table = requests_page.build_requests_table(rows)
+    assert [row["id"] for row in table.chosen(PageUrl("/requests", "requests.q=trigger+daily"))] == ["r1"]
+    assert [row["id"] for row in table.chosen(PageUrl("/requests", "requests.q=DAILY"))] == ["r1", "r2"]
     assert (
-        fragment_tree(table.render(Address("/requests", "requests.q=2+step"))).tables()["requests"].texts[0][4]
+        fragment_tree(table.render(PageUrl("/requests", "requests.q=2+step"))).tables()["requests"].texts[0][4]
         == "2 steps, timeline"
     )

@@ -12,14 +12,14 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, answered
 from traceloom.fleet.api import CaptureAnswer, TaskAnswer
-from traceloom.fleet.handlers.now import CaptureFacts, CaptureFactsAnswer, FleetFinding, MeasuredBeside
+from traceloom.fleet.handlers.now import CaptureFacts, CaptureFactsAnswer, FleetFinding, HostTelemetryInCapture
 from traceloom.fleet.portal import question_pages
 from traceloom.fleet.portal.charts import DAY_NS
 from traceloom.fleet.portal.pages import capture, kernel
 from traceloom.fleet.portal.pages import kernel as comparison
 from traceloom.fleet.portal.pages import kernel as regression
 from traceloom.fleet.portal.pages.capture import CaptureView
-from traceloom.fleet.portal.pages.kernel import ChangeView, KernelView, TwoCaptures
+from traceloom.fleet.portal.pages.kernel import CapturePair, ChangeView, KernelView
 from traceloom.fleet.portal.question_pages import WorkView
 
 
@@ -41,7 +41,7 @@ def facts(**changes: Any) -> CaptureFacts:
 
 
 def view_of(
-    of_capture: CaptureAnswer, of_tables: CaptureFacts | None = None, *beside: MeasuredBeside, **more: Any
+    of_capture: CaptureAnswer, of_tables: CaptureFacts | None = None, *beside: HostTelemetryInCapture, **more: Any
 ) -> CaptureView:
     return CaptureView(
         of_capture,
@@ -53,8 +53,10 @@ def view_of(
 
 def test_a_capture_shows_its_report_its_numbers_and_what_was_measured_meanwhile() -> None:
     beside = [
-        MeasuredBeside(host="n/1", devices=8, busy_ms=30_000, idle_ms=10_000, energy_mj=20_000_000, flops_low=8e18),
-        MeasuredBeside(host=EVIL, devices=1, busy_ms=0, idle_ms=0, energy_mj=None, flops_low=None),
+        HostTelemetryInCapture(
+            host="n/1", devices=8, busy_ms=30_000, idle_ms=10_000, energy_mj=20_000_000, flops_low=8e18
+        ),
+        HostTelemetryInCapture(host=EVIL, devices=1, busy_ms=0, idle_ms=0, energy_mj=None, flops_low=None),
     ]
     finding = FleetFinding(
         capture="c/1", slug="blocking-item", saving_ns=1, saving_fraction=0.5, confidence=1.0, rank=0
@@ -126,7 +128,7 @@ def test_what_is_not_known_of_a_capture_is_left_out() -> None:
 
 
 def test_two_captures_are_held_against_each_other_and_can_be_turned() -> None:
-    both = TwoCaptures(capture_of("b/1", "committed", job=""), capture_of(EVIL, "committed", job="new job"))
+    both = CapturePair(capture_of("b/1", "committed", job=""), capture_of(EVIL, "committed", job="new job"))
     page = ContentPage(comparison.COMPARISON_PAGE.content(both))
     assert page.heading == "new job against b/1"
     [frame] = page.all("iframe")

@@ -13,17 +13,17 @@ from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Show
 from traceloom.agent.fleet_link.protocol import HostProcess
 from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer
 from traceloom.fleet.handlers.now import (
-    DeviceNow,
+    DailyTopline,
+    DeviceStatus,
     FleetFinding,
-    FleetNowAnswer,
-    FleetTroubleAnswer,
+    FleetProblemsAnswer,
+    FleetStatusAnswer,
     HostDetailAnswer,
     JobDetailAnswer,
-    ProcessOfJob,
+    JobProcess,
     QuarantinedCapture,
     SlowerKernel,
-    ToplineOfDay,
-    UsageOfTime,
+    UsagePeriod,
 )
 from traceloom.fleet.portal.pages import job as job_page
 from traceloom.fleet.portal.pages import overview
@@ -32,7 +32,7 @@ from traceloom.fleet.portal.pages import overview as hosts_page
 from traceloom.fleet.portal.pages import overview as jobs_page
 from traceloom.fleet.portal.pages.job import JobView
 from traceloom.fleet.portal.pages.overview import FleetView, HostView
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 HERE = HostAnswer(
     host="node1", heard_ns=NOON, lost=False, version="1.2", clock_offset_ns=-2_500_000, clock_error_ns=30_000,
@@ -101,12 +101,12 @@ def test_jobs_that_run_are_counted_and_named() -> None:
 
 def fleet(**changes: object) -> FleetView:
     fields: dict[str, object] = {
-        "now": FleetNowAnswer(
+        "now": FleetStatusAnswer(
             hosts=3, lost=["node9"], devices={"busy": 6, "idle-allocated": 1, "unallocated": 4, "unreachable": 1},
             tasks={"received": 1, "checked": 2, "analysed": 4, "committed": 50, "quarantined": 3}, topline=None,
         ),
         "hosts": [], "jobs": [job()], "failed": [], "open": [],
-        "trouble": FleetTroubleAnswer(slower=[], quarantined=[]),
+        "trouble": FleetProblemsAnswer(slower=[], quarantined=[]),
     }  # fmt: skip
     return FleetView(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -134,8 +134,8 @@ def test_the_overview_counts_devices_and_what_waits() -> None:
     assert "Nothing that is known of." in words(page.by_id("wrong-part"))
 
 
-def of_day(device_use: float, flop_rate: float | None, power_w: float) -> ToplineOfDay:
-    return ToplineOfDay(
+def of_day(device_use: float, flop_rate: float | None, power_w: float) -> DailyTopline:
+    return DailyTopline(
         device_hours=8.0, device_use=device_use, flop_rate=flop_rate, flop_rate_high=None, compute_use=None,
         power_w=power_w, roofline_fraction=None, mfu=None,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def of_day(device_use: float, flop_rate: float | None, power_w: float) -> Toplin
 
 def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     day = of_day(0.375, None, 412.4)
-    now = FleetNowAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=day)
+    now = FleetStatusAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=day)
     numbers = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now))).numbers()
     assert (numbers["Device use"].value, numbers["Power"].value) == ("37.5 %", "412 W")
     assert "FLOP/s" not in numbers
@@ -151,7 +151,7 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     idle = of_day(0.0, 0.0, 0.0)
     zero = ContentPage(
         overview.OVERVIEW_PAGE.content(
-            fleet(now=FleetNowAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle))
+            fleet(now=FleetStatusAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle))
         )
     ).numbers()
     assert {"Device use", "FLOP/s", "Power"} <= set(zero), "measured to be nothing is not unknown"
@@ -167,7 +167,7 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     ids=["no host", "no device", "one device"],
 )
 def test_the_overview_of_a_small_fleet_says_what_there_is(hosts: int, devices: dict[str, int], heading: str) -> None:
-    now = FleetNowAnswer(hosts=hosts, lost=[], devices=devices, tasks={}, topline=None)  # type: ignore[arg-type]
+    now = FleetStatusAnswer(hosts=hosts, lost=[], devices=devices, tasks={}, topline=None)  # type: ignore[arg-type]
     page = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now)))
     assert page.heading == heading
     joining = "traceloom agent run --server URL --token-file node7.token" in [words(of) for of in page.all("code")]
@@ -188,7 +188,7 @@ def test_what_stops_work_stands_first_and_each_line_leads_to_it() -> None:
         hosts=[HERE, LOST, NEVER],
         jobs=[job("b c", hung=True), job("fine")],
         failed=[request("r/1", "failed", detail="nobody came"), request("r2", "failed", reason="no-such-job")],
-        trouble=FleetTroubleAnswer(
+        trouble=FleetProblemsAnswer(
             slower=[slower("gemm", 0.26), slower("norm", 1.5, shapes=EVIL), slower("gemm", 0.1)],
             quarantined=quarantined,
         ),
@@ -223,18 +223,18 @@ def test_of_many_things_that_are_wrong_the_first_are_shown_and_the_rest_counted(
 
 
 def test_that_it_is_not_known_whether_kernels_are_slower_is_said() -> None:
-    view = fleet(trouble=RequestError(503, "the tables are being rebuilt", slug="not-ready"))
+    view = fleet(trouble=HttpError(503, "the tables are being rebuilt", slug="not-ready"))
     assert wrong(ContentPage(overview.OVERVIEW_PAGE.content(view))) == [
         ("warn", "Whether kernels became slower is not known now: the tables are being rebuilt", [])
     ]
 
 
-def device(index: str, state: str, values: dict[str, float], **changes: object) -> DeviceNow:
+def device(index: str, state: str, values: dict[str, float], **changes: object) -> DeviceStatus:
     fields: dict[str, object] = {
         "host": "node1", "device": f"GPU-{index}", "index": index, "model": "H100", "state": state, "jobs": [],
         "values": values,
     }  # fmt: skip
-    return DeviceNow(**{**fields, **changes})  # type: ignore[arg-type]
+    return DeviceStatus(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -> None:
@@ -253,9 +253,9 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
     ]
     minute = 60 * SECOND
     usage = [
-        UsageOfTime(time_ns=NOON + minute, job=None, state="unallocated", device_ms=60_000, energy_mj=None),
-        UsageOfTime(time_ns=NOON, job="a", state="busy", device_ms=30_000, energy_mj=1),
-        UsageOfTime(time_ns=NOON, job="b", state="busy", device_ms=15_000, energy_mj=1),
+        UsagePeriod(time_ns=NOON + minute, job=None, state="unallocated", device_ms=60_000, energy_mj=None),
+        UsagePeriod(time_ns=NOON, job="a", state="busy", device_ms=30_000, energy_mj=1),
+        UsagePeriod(time_ns=NOON, job="b", state="busy", device_ms=15_000, energy_mj=1),
     ]
     page = ContentPage(
         host_page.HOST_PAGE.content(HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage))
@@ -334,8 +334,8 @@ def test_a_job_that_makes_no_steps_is_not_called_unmeasured() -> None:
 
 def test_a_job_has_its_processes_findings_and_numbers() -> None:
     processes = [
-        ProcessOfJob(host="n/1", process=HostProcess(key="1@1", pid=7, uid=0, rank=0, polls=True)),
-        ProcessOfJob(host="n2", process=HostProcess(key="2@1", pid=8, uid=0)),
+        JobProcess(host="n/1", process=HostProcess(key="1@1", pid=7, uid=0, rank=0, polls=True)),
+        JobProcess(host="n2", process=HostProcess(key="2@1", pid=8, uid=0)),
     ]
     findings = [
         FleetFinding(

@@ -16,7 +16,7 @@ from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService, Seen  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
-from traceloom.agent.fleet_link.protocol import Enrolled, Enrolment, Heartbeat, HeartbeatAnswer, HostProcess  # noqa: E402
+from traceloom.agent.fleet_link.protocol import Enrolment, Heartbeat, HeartbeatAnswer, HostCredentials, HostProcess  # noqa: E402
 
 RULES = '[[triggers]]\nname = "daily"\non = "cadence"\nshare = 1.0\nwhere = {{job = "{job}"}}\n'
 PRICES = 'currency = "EUR"\n[device_hour]\ndefault = 2.5\n'
@@ -30,7 +30,7 @@ class Portal:
         until(lambda: self.service.ask("GET", "/api/v1/triggers")[0] == 200)  # it leads
         token = self.service.client().post("agents", {"host": "node1", "days": 1})["token"]
         host = ServiceClient(self.service.url)
-        host.credential = host.post("agents/enrol", Enrolment(token=token, host="node1"), Enrolled).credential
+        host.credential = host.post("agents/enrol", Enrolment(token=token, host="node1"), HostCredentials).credential
         ranks = [
             HostProcess(key=f"{rank}@1", pid=rank + 1, uid=0, job="stuck", rank=rank, hung=True) for rank in (0, 1)
         ]

@@ -14,7 +14,7 @@ import pytest
 from traceloom.analyze.memory_snapshot import explain_snapshot
 from traceloom.errors import InputError
 from traceloom.formats.memory_files import ALLOCATIONS, detect_kind, read_allocations
-from traceloom.report.memory_sources import find
+from traceloom.report.memory_sources import read_memory_sources
 
 START = 1_700_000_000_000_000_000
 DOCUMENT = {
@@ -92,7 +92,7 @@ def test_what_stacks_lack_is_said(tmp_path: Path) -> None:
 
 def test_they_are_read_from_a_capture_too(tmp_path: Path) -> None:
     written(tmp_path, DOCUMENT)
-    sources = find([str(tmp_path)])
+    sources = read_memory_sources([str(tmp_path)])
     assert [(rank, snapshot.device_type) for rank, snapshot in sources.snapshots] == [(3, "cuda"), (3, "cpu")]
 
 

@@ -13,7 +13,7 @@ from support.beside import allocations, put, series, stacks, telemetry
 from traceloom.errors import InvariantError
 from traceloom.formats import load
 from traceloom.testing import TraceBuilder
-from traceloom.trace.session import ALLOCATIONS, SAMPLES, TELEMETRY, Session
+from traceloom.trace.session import ALLOCATIONS_SCHEMA, SAMPLES_SCHEMA, TELEMETRY_SCHEMA, Session
 
 BASE = 1_700_000_000_000_000_000
 SAMPLES_OF_TWO = [[BASE + 1000, 0, 500, [0, 1]], [BASE + 1500, 0, 250, [0, 1, 3]], [BASE + 1000, 1, 900, [2]]]
@@ -35,7 +35,7 @@ def test_samples_are_those_of_the_rank_whose_trace_they_lie_beside(tmp_path: Pat
         _trace(tmp_path, rank)
     put(tmp_path / "rank1.stacks.json.gz", stacks(SAMPLES_OF_TWO))
     session = _load(tmp_path)
-    assert session.samples.schema == SAMPLES
+    assert session.samples.schema == SAMPLES_SCHEMA
     assert session.samples.rows() == [
         (1, 77, 77, "MainThread", BASE + 1000, 500, ["/a/train.py(30): main", "/a/train.py(20): step"]),
         (1, 77, 77, "MainThread", BASE + 1500, 250, ["/a/train.py(30): main", "/a/train.py(20): step", "c10d::wait"]),
@@ -52,7 +52,7 @@ def test_telemetry_is_that_of_the_hosts(tmp_path: Path) -> None:
     put(tmp_path / "node1.telemetry.json.gz", telemetry(power, series("host_load_ratio", [BASE], [0.5])))
     put(tmp_path / "node2.telemetry.json.gz", telemetry(series("host_load_ratio", [BASE], [0.25]), host="node2"))
     session = _load(tmp_path)
-    assert session.telemetry.schema == TELEMETRY
+    assert session.telemetry.schema == TELEMETRY_SCHEMA
     assert session.telemetry.rows() == [
         ("node1", BASE + 100, "traceloom_gpu_power_watts", '{"device":"GPU-0"}', 300.5, "", "gauge"),
         ("node1", BASE + 200, "traceloom_gpu_power_watts", '{"device":"GPU-0"}', 400.0, "", "gauge"),
@@ -68,7 +68,7 @@ def test_allocations_are_those_of_the_rank(tmp_path: Path) -> None:
     wrong = [BASE + 40, 78, 2**64, 512, "cuda:0", 0, 512, 2048]
     put(tmp_path / "rank0.allocations.json.gz", allocations([taken, given, wrong]))
     session = _load(tmp_path)
-    assert session.allocations.schema == ALLOCATIONS
+    assert session.allocations.schema == ALLOCATIONS_SCHEMA
     assert session.allocations.rows() == [
         (0, 77, 78, BASE + 20, 2**63 + 5, 512, "cuda:0", 512, 2048),
         (0, 77, 78, BASE + 30, 2**63 + 5, -512, "cuda:0", None, None),
@@ -78,8 +78,8 @@ def test_allocations_are_those_of_the_rank(tmp_path: Path) -> None:
 
 def test_a_run_without_either_has_empty_frames(tmp_path: Path) -> None:
     session = load(_trace(tmp_path), cache=False)
-    assert (session.samples.schema, session.samples.height) == (SAMPLES, 0)
-    assert (session.telemetry.schema, session.telemetry.height) == (TELEMETRY, 0)
+    assert (session.samples.schema, session.samples.height) == (SAMPLES_SCHEMA, 0)
+    assert (session.telemetry.schema, session.telemetry.height) == (TELEMETRY_SCHEMA, 0)
 
 
 @pytest.mark.parametrize(

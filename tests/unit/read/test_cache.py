@@ -111,14 +111,14 @@ def test_a_file_that_grows_while_its_digest_is_taken_is_read_and_not_kept(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = made("old").write(tmp_path / "a.json")
-    digest = caching.digest
+    digest = caching.compute_digest
 
     def slow(given: Path) -> str:
         found = digest(given)
         appended(given)
         return found
 
-    monkeypatch.setattr(caching, "digest", slow)
+    monkeypatch.setattr(caching, "compute_digest", slow)
     assert names(path) == ["old"]
     assert entries(own_cache) == []
 
@@ -154,7 +154,7 @@ def test_a_settled_file_is_not_read_to_find_its_entry(tmp_path: Path, monkeypatc
     now = FileStamp.now(path)
     monkeypatch.setattr(FileStamp, "now", lambda _: now._replace(settled=True))
     assert names(path) == ["old"]
-    monkeypatch.setattr(caching, "digest", lambda _: pytest.fail("the file was read"))
+    monkeypatch.setattr(caching, "compute_digest", lambda _: pytest.fail("the file was read"))
     assert names(path) == ["old"]
 
 
@@ -308,6 +308,6 @@ def test_the_version_of_the_reader_covers_all_of_its_files(
     deep.parent.mkdir(parents=True)
     deep.write_text("a = 1\n")
     monkeypatch.setattr(caching, "__file__", str(tmp_path / "trace" / "cache.py"))
-    before = caching.reader_version.__wrapped__()
+    before = caching.compute_reader_version.__wrapped__()
     deep.write_text("a = 2\n")
-    assert caching.reader_version.__wrapped__() != before
+    assert caching.compute_reader_version.__wrapped__() != before

@@ -10,11 +10,11 @@ import pytest
 from support.strategies import GENERATIONS
 from traceloom.errors import InputError, UsageError
 from traceloom.formats import arguments, read_kineto
-from traceloom.formats.kineto_fields import from_doubles, from_text, needs_text
-from traceloom.formats.links import element_size, kind_of
+from traceloom.formats.kineto_fields import convert_double_times, needs_text, parse_text_times
+from traceloom.formats.links import classify_collective, get_element_size
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import SCHEMAS
-from traceloom.trace.vocabulary import copy_kind, memory_kinds
+from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -196,7 +196,7 @@ def test_collectives_of_ops_kernels_and_annotations_are_described():
     ],
 )
 def test_collective_kinds_of_all_spellings(name, kind):
-    assert kind_of(name) == kind
+    assert classify_collective(name) == kind
 
 
 def test_element_sizes():
@@ -210,7 +210,7 @@ def test_element_sizes():
         "c10::BFloat16": 2,
         "X": None,
     }
-    assert {name: element_size(name) for name in sizes} == sizes
+    assert {name: get_element_size(name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_copy_kinds_of_all_vendors(name, argument, kind):
 
 
 def test_memory_kinds_come_from_the_name_or_the_arguments():
-    assert memory_kinds("Memcpy HtoD (Pinned -> Device)") == ("pinned", "device")
-    assert memory_kinds("Memcpy", "1", "Device") == ("pageable", "device")
-    assert memory_kinds("Memcpy") == (None, None)
+    assert parse_memory_kinds("Memcpy HtoD (Pinned -> Device)") == ("pinned", "device")
+    assert parse_memory_kinds("Memcpy", "1", "Device") == ("pageable", "device")
+    assert parse_memory_kinds("Memcpy") == (None, None)
 
 
 def test_kernels_tell_how_they_fill_the_device_whatever_stands_there():
@@ -300,7 +300,7 @@ def test_unknown_categories_and_phases_are_kept_or_counted():
 
 def test_unix_microseconds_with_nanoseconds_are_exact():
     texts = ["1712195495519689.047", "1712195495519689.048", "-0.5", "1e3", '"12.3456"', "NaN", ""]
-    start, duration, good, _ = from_text([t.encode() for t in texts], [b"0.953"] * 7)
+    start, duration, good, _ = parse_text_times([t.encode() for t in texts], [b"0.953"] * 7)
     assert start[:5].tolist() == [1712195495519689047, 1712195495519689048, -500, 1_000_000, 12_346]
     assert duration[:2].tolist() == [953, 953]
     assert good.tolist() == [True] * 5 + [False] * 2
@@ -310,7 +310,7 @@ def test_doubles_are_exact_below_a_quarter_year():
     import numpy as np
 
     times = [7_889_237_999_999.999, 4_458_676_522_690.655, 0.001, 12.0]
-    start, duration, _, _ = from_doubles(np.array(times), np.array([0.001, 156.777, 1.0, 2.5]))
+    start, duration, _, _ = convert_double_times(np.array(times), np.array([0.001, 156.777, 1.0, 2.5]))
     assert start.tolist() == [7_889_237_999_999_999, 4_458_676_522_690_655, 1, 12_000]
     assert duration.tolist() == [1, 156_777, 1_000, 2_500]
     assert not needs_text(b'"ts": 4458676522690.655, "dur": 156.777')
@@ -322,7 +322,7 @@ def test_doubles_that_are_no_times_are_told_apart_from_their_neighbours():
     import numpy as np
 
     nan = float("nan")
-    found = from_doubles(np.array([nan, 5.001, 1e300, 7.0]), np.array([1.0, nan, 2.0, -3.5]))
+    found = convert_double_times(np.array([nan, 5.001, 1e300, 7.0]), np.array([1.0, nan, 2.0, -3.5]))
     start, duration, good, timed = (column.tolist() for column in found)
     assert good == [False, True, False, True]
     assert timed == [True, False, True, True]

@@ -12,7 +12,7 @@ import pytest
 
 from traceloom.errors import InputError
 from traceloom.formats import read_kineto
-from traceloom.formats.alignment import add_graph_step_shapes, is_op, same_ops, timed_ops
+from traceloom.formats.alignment import add_graph_step_shapes, find_timed_ops, is_op, match_ops
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -39,9 +39,9 @@ def rows(trace: Trace) -> list[dict[str, Any]]:
 
 def same_names(graph: Trace, timed: Trace, recorded: Callable[[str], bool] = bool) -> list[str | None]:
     """Of each op of the timed steps, in their order, `name@place` of what it is in the graph step."""
-    chosen = is_op(graph) & timed_ops(graph)
+    chosen = is_op(graph) & find_timed_ops(graph)
     chosen &= np.array([recorded(name) for name in graph.events["name"].to_list()])
-    same = same_ops(timed, graph, chosen)
+    same = match_ops(timed, graph, chosen)
     seen = rows(graph)
     places = {row["event"]: f"{row['name']}@{round(row['start_ns'] / 10_000) - 1}" for row in seen}
     return [
@@ -93,12 +93,12 @@ def test_kernels_and_calls_are_no_ops_and_the_recorders_own_annotations_are_none
     made = steps(PROGRAM).annotation("traceloom.scope:x", 500, 5).annotation("traceloom is good", 510, 5)
     made.launch("cudaLaunchKernel", 520, 2, correlation=1).kernel("a", 530, 5, correlation=1)
     timed = made.build()
-    names = timed.events["name"].filter(timed_ops(timed)).to_list()
+    names = timed.events["name"].filter(find_timed_ops(timed)).to_list()
     assert sorted(names) == sorted([*(name for name, _ in PROGRAM), "traceloom is good"])
     empty = TraceBuilder().build()
-    assert timed_ops(empty).size == 0
-    assert same_ops(empty, timed, is_op(timed)).size == 0
-    assert (same_ops(timed, empty, is_op(empty)) == -1).all()
+    assert find_timed_ops(empty).size == 0
+    assert match_ops(empty, timed, is_op(timed)).size == 0
+    assert (match_ops(timed, empty, is_op(empty)) == -1).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -112,7 +112,7 @@ def test_whatever_changes_names_agree_and_no_op_is_taken_twice_in_a_step(seed: i
             changed.insert(chance.randrange(len(changed)), (chance.choice("abcxyz"), 1))
         timed_programs.append(changed)
     graph, timed = steps(program).build(), steps(*timed_programs).build()
-    same = same_ops(timed, graph, timed_ops(graph))
+    same = match_ops(timed, graph, find_timed_ops(graph))
     names, taken = graph.events["name"].to_list(), set()
     for row in rows(timed):
         target = int(same[row["event"]])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.formats.inputs import files_of
+from traceloom.formats.inputs import list_files
 from traceloom.testing import TraceBuilder
 from traceloom.trace import cache as module
 from traceloom.trace.cache import DocumentCache
@@ -34,17 +34,17 @@ def trace(name: str) -> str:
 
 
 def put(*paths: str, about: str = "all", beside: tuple[str, ...] = ()) -> None:
-    DocumentCache(paths, beside, about, files_of).put("document.json", json.dumps(DOCUMENT).encode())
+    DocumentCache(paths, beside, about, list_files).put("document.json", json.dumps(DOCUMENT).encode())
 
 
 def get(*paths: str, about: str = "all", beside: tuple[str, ...] = ()) -> object:
-    return DocumentCache(paths, beside, about, files_of).get("document.json")
+    return DocumentCache(paths, beside, about, list_files).get("document.json")
 
 
 def test_the_same_inputs_and_choices_give_it_back() -> None:
     put(trace("t.json"))
     assert get("t.json") == DOCUMENT
-    assert DocumentCache(("t.json",), (), "all", files_of).get("short.json") is None
+    assert DocumentCache(("t.json",), (), "all", list_files).get("short.json") is None
 
 
 def test_other_choices_inputs_or_files_beside_do_not() -> None:
@@ -89,7 +89,7 @@ def test_every_file_of_a_capture_counts_traces_or_not() -> None:
 
 
 def test_inputs_that_change_while_the_report_is_made_are_not_kept(folder: Path) -> None:
-    keeper = DocumentCache((trace("t.json"),), (), "all", files_of)
+    keeper = DocumentCache((trace("t.json"),), (), "all", list_files)
     TraceBuilder().op("aten::add", 0, 6).write(Path("t.json"))
     keeper.put("document.json", b"{}")
     assert not folder.exists()
@@ -105,7 +105,7 @@ def test_what_has_no_stamp_is_not_kept(paths: tuple[str, ...], folder: Path) -> 
 
 
 def test_what_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    monkeypatch.setattr(module, "MAX_ENTRY_BYTES", 10)
     put(trace("t.json"))
     assert not folder.exists()
 
@@ -117,7 +117,7 @@ def test_the_entries_unused_for_longest_go_first(monkeypatch: pytest.MonkeyPatch
         for entry in folder.iterdir():
             if entry.stat().st_mtime > 10**9:  # the one just made
                 os.utime(entry, (age + 1, age + 1))
-    monkeypatch.setattr(module, "CAP_BYTES", 2 * len(json.dumps(DOCUMENT)))
+    monkeypatch.setattr(module, "MAX_CACHE_BYTES", 2 * len(json.dumps(DOCUMENT)))
     assert get("a.json") == DOCUMENT  # used now
     put("a.json", about="core")
     assert get("a.json", about="core") == DOCUMENT

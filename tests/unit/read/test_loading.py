@@ -238,7 +238,7 @@ def test_processes_read_the_same_as_this_one(tmp_path, monkeypatch):
     (tmp_path / "bad.json").write_text("{}")
     inputs.append(InputFile(tmp_path / "bad.json", given=True))
     here = loading.read_all(inputs, cache=None)
-    monkeypatch.setattr(loading, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(loading, "_MIN_POOL_BYTES", 0)
     seen: list[ReadProgress] = []
     beside = loading.read_all(inputs, cache=None, report=seen.append)
     for one, other in zip(here[:2], beside[:2], strict=True):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.snapshots import SnapshotBuilder
 from traceloom.errors import InputError
 from traceloom.formats.memory_files import CATEGORIES, detect_kind, read_out_of_memory, read_timeline
-from traceloom.formats.memory_snapshot import loads, read_snapshot, snapshot_of
+from traceloom.formats.memory_snapshot import load_bytes, parse_snapshot, read_snapshot
 
 STEP = ("/u/train.py", 10, "step")
 SMALL = st.integers(-(2**31), 2**31 - 1)
@@ -38,13 +38,13 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.sampled_from([3, 4, 5]))
 def test_plain_data_comes_back_as_it_was(value: Any, protocol: int) -> None:
-    assert loads(pickle.dumps(value, protocol))[0] == value
+    assert load_bytes(pickle.dumps(value, protocol))[0] == value
 
 
 def test_objects_that_many_share_come_back() -> None:
     frames = [{"filename": "a.py", "line": k, "name": "f"} for k in range(700)]
     value = [frames, frames[::-1], frames * 3]
-    assert loads(pickle.dumps(value, 4))[0] == value
+    assert load_bytes(pickle.dumps(value, 4))[0] == value
 
 
 class _Runs:
@@ -71,7 +71,7 @@ def test_a_pickle_that_asks_for_code_is_refused_and_runs_nothing(data: bytes) ->
     ran = Path("/tmp/traceloom-was-here")
     assert not ran.exists()
     with pytest.raises(InputError) as caught:
-        loads(data, "x.pickle")
+        load_bytes(data, "x.pickle")
     assert caught.value.slug == "pickle-with-code"
     assert not ran.exists()
 
@@ -98,25 +98,25 @@ def test_a_pickle_that_asks_for_code_is_refused_and_runs_nothing(data: bytes) ->
 )
 def test_damaged_pickles_are_refused(data: bytes) -> None:
     with pytest.raises(InputError) as caught:
-        loads(data)
+        load_bytes(data)
     assert caught.value.slug == "pickle-damaged"
 
 
 @pytest.mark.parametrize("data", [b"\x80\x04}r\xff\xff\xff\xff.", b"\x80\x04}r\0\x10\0\0."])
 def test_a_memo_number_beyond_the_file_takes_no_memory(data: bytes) -> None:
     with pytest.raises(InputError) as caught:
-        loads(data)
+        load_bytes(data)
     assert caught.value.slug == "pickle-damaged"
 
 
 def test_halves_of_surrogate_pairs_are_replaced_and_counted() -> None:
     value = {"a\ud800b": "\udfff", "whole": "\U0001f600 \ud7ff"}
-    assert loads(pickle.dumps(value)) == ({"a\ufffdb": "\ufffd", "whole": "\U0001f600 \ud7ff"}, 2)
+    assert load_bytes(pickle.dumps(value)) == ({"a\ufffdb": "\ufffd", "whole": "\U0001f600 \ud7ff"}, 2)
 
 
 def test_tuples_in_a_list_of_numbers_come_back() -> None:
     for value in ([5, (0, 0), 6, 7], [*range(999), (1, 2), (3,)], [(1, 2, 3)] * 3, [()]):
-        assert loads(pickle.dumps(value, 4))[0] == value
+        assert load_bytes(pickle.dumps(value, 4))[0] == value
 
 
 def _snapshot() -> SnapshotBuilder:
@@ -131,7 +131,7 @@ def test_every_cut_of_a_snapshot_is_refused(tmp_path: Path) -> None:
     whole = _snapshot().write(tmp_path / "whole.pickle").read_bytes()
     for size in range(0, len(whole) - 1, 7):
         with pytest.raises(InputError) as caught:
-            loads(whole[:size])
+            load_bytes(whole[:size])
         assert caught.value.slug == "pickle-damaged"
 
 
@@ -157,7 +157,7 @@ def test_snapshots_of_other_versions_are_read(form: str) -> None:
         for block in document["segments"][0]["blocks"]:
             block["history"] = [{"addr": 1, "real_size": block.pop("requested_size"), "frames": block.pop("frames")}]
             del block["address"]
-    found = snapshot_of(document, "x")
+    found = parse_snapshot(document, "x")
     active = found.blocks.filter(state="active_allocated")
     assert active.select("address", "bytes", "requested_bytes", "stack").rows() == [(0x7F0000000000, 1024, 1000, 1)]
     assert found.entries.height == (0 if form == "a list of segments" else 2)
@@ -165,11 +165,11 @@ def test_snapshots_of_other_versions_are_read(form: str) -> None:
 
 def test_odd_entries_are_counted_and_left_out() -> None:
     document = _snapshot().build()
-    whole = snapshot_of(document, "x").entries.height
+    whole = parse_snapshot(document, "x").entries.height
     odd = [{"action": "?"}, 7, {"action": "alloc", "addr": "no", "size": 1}, {"action": "alloc", "addr": -1, "size": 1}]
     document["device_traces"][0] += odd
     document["segments"] += [None, {"address": 1}, {"address": 1, "total_size": 5, "blocks": [{}, 3]}]
-    found = snapshot_of(document, "x")
+    found = parse_snapshot(document, "x")
     assert found.entries.height == whole
     assert [(notice.slug, notice.count) for notice in found.notices] == [("odd-snapshot-entries", 8)]
 
@@ -177,7 +177,7 @@ def test_odd_entries_are_counted_and_left_out() -> None:
 @pytest.mark.parametrize("document", [{}, [], 5, None, {"segments": 5}, {"device_traces": {}}, {"other": []}])
 def test_pickles_that_are_no_snapshot_are_refused(document: Any) -> None:
     with pytest.raises(InputError) as caught:
-        snapshot_of(document, "x")
+        parse_snapshot(document, "x")
     assert caught.value.slug == "not-a-snapshot"
 
 

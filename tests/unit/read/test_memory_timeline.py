@@ -18,8 +18,8 @@ from traceloom.formats.memory_files import (
     DESTROY,
     INCREMENT_VERSION,
     PREEXISTING,
+    parse_timeline,
     read_timeline,
-    timeline_of,
 )
 
 HUGE = 1 << 62
@@ -62,7 +62,7 @@ def test_levels_are_those_of_a_plain_loop(seed: int, shuffled: bool) -> None:
     rows = drawn(seed)
     if shuffled:
         random.Random(seed).shuffle(rows)
-    timeline = timeline_of(rows, "t")
+    timeline = parse_timeline(rows, "t")
     assert timeline.levels.T.tolist() == played(rows)
     assert timeline.created == sum(row[1] == CREATE for row in rows)
     assert timeline.destroyed == sum(row[1] == DESTROY for row in rows)
@@ -73,21 +73,21 @@ def test_levels_are_those_of_a_plain_loop(seed: int, shuffled: bool) -> None:
 
 def test_what_was_never_freed_is_what_is_left() -> None:
     rows = drawn(9)
-    timeline = timeline_of(rows, "t")
+    timeline = parse_timeline(rows, "t")
     for number, category in enumerate(CATEGORIES):
         assert timeline.levels[number, -1] == sum(row[2] for row in rows if row[3] == number), category
     assert timeline.levels.shape == (8, len(rows))
 
 
 def test_a_file_of_what_was_there_before_alone_has_time_zero() -> None:
-    timeline = timeline_of([[-1, PREEXISTING, 100, 0], [-1, PREEXISTING, 50, 7]], "t")
+    timeline = parse_timeline([[-1, PREEXISTING, 100, 0], [-1, PREEXISTING, 50, 7]], "t")
     assert timeline.time_ns.tolist() == [0, 0]
     assert timeline.levels[:, -1].tolist() == [100, 0, 0, 0, 0, 0, 0, 50]
     assert (timeline.created, timeline.before) == (0, 2)
 
 
 def test_an_event_at_time_zero_is_no_event_before() -> None:
-    timeline = timeline_of([[5, CREATE, 1, 0], [0, CREATE, 2, 1], [-7, PREEXISTING, 4, 2]], "t")
+    timeline = parse_timeline([[5, CREATE, 1, 0], [0, CREATE, 2, 1], [-7, PREEXISTING, 4, 2]], "t")
     assert timeline.before == 1
     assert timeline.time_ns.tolist() == [0, 0, 5]
     assert timeline.levels.sum(axis=0).tolist() == [4, 6, 7]
@@ -103,7 +103,7 @@ def test_levels_are_sorted_by_time_and_lose_their_first_column(seed: int) -> Non
     chance = random.Random(seed)
     times = [chance.randrange(-50, 50) for _ in range(20)]
     sizes = [[0, *(chance.randrange(1000) for _ in range(8))] for _ in times]
-    timeline = timeline_of([times, sizes], "t")
+    timeline = parse_timeline([times, sizes], "t")
     order = sorted(range(20), key=lambda row: times[row])  # stable
     assert timeline.time_ns.tolist() == [times[row] * 1000 for row in order]
     assert timeline.levels.T.tolist() == [sizes[row][1:] for row in order]
@@ -141,7 +141,7 @@ def test_the_file_may_be_plain_or_packed_whatever_its_name(name: str, tmp_path: 
 )
 def test_why_a_file_is_refused(document: Any, why: str) -> None:
     with pytest.raises(InputError) as caught:
-        timeline_of(document, "some/t.json")
+        parse_timeline(document, "some/t.json")
     assert caught.value.slug == "not-a-memory-timeline"
     assert why in caught.value.message
     assert caught.value.where == "some/t.json"

@@ -18,7 +18,7 @@ from traceloom.errors import InputError
 from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
 from traceloom.trace import arrays, mapped_arrays, storage
-from traceloom.trace.arrays import TextTable, numbers
+from traceloom.trace.arrays import TextTable, build_number_column
 
 RANDOM = np.random.default_rng(7)
 VALUES = RANDOM.integers(0, 50, 1000)
@@ -30,9 +30,9 @@ ROWS = RANDOM.permutation(1000)
 def large(monkeypatch, tmp_path):
     """Every array and every file counts as large."""
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped_arrays, "LEAST_BYTES", 1)
-    monkeypatch.setattr(mapped_arrays, "PIECE", 64)
-    monkeypatch.setattr(mapped_arrays, "SORTED", 100)
+    monkeypatch.setattr(mapped_arrays, "MIN_MAPPED_BYTES", 1)
+    monkeypatch.setattr(mapped_arrays, "SLICE_ELEMENTS", 64)
+    monkeypatch.setattr(mapped_arrays, "MAX_SORTED_ELEMENTS", 100)
     yield
     mapped_arrays.BLOCK_POOL.clear()
 
@@ -83,8 +83,8 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_gives_what_it_gives_in_memory_and_lies_on_disk(name):
     expected = OPERATIONS[name](VALUES)
-    found = OPERATIONS[name](mapped_arrays.stored(VALUES))
-    assert isinstance(found, mapped_arrays.OnDisk)
+    found = OPERATIONS[name](mapped_arrays.copy_to_disk(VALUES))
+    assert isinstance(found, mapped_arrays.MappedArray)
     assert found.dtype == expected.dtype
     assert np.array_equal(found.view(np.ndarray), expected)
 
@@ -118,14 +118,14 @@ def _last_of_equal_rows(values):
     "change", [_set_rows, _set_mask, _set_one, _add_in_place, _least_at, _last_of_equal_rows], ids=lambda f: f.__name__
 )
 def test_a_change_in_place_is_the_same_as_in_memory(change):
-    inside, outside = VALUES.copy(), mapped_arrays.stored(VALUES)
+    inside, outside = VALUES.copy(), mapped_arrays.copy_to_disk(VALUES)
     change(inside)
     change(outside)
     assert np.array_equal(outside.view(np.ndarray), inside)
 
 
 def test_what_is_wrong_in_memory_is_wrong_on_disk():
-    values = mapped_arrays.stored(VALUES)
+    values = mapped_arrays.copy_to_disk(VALUES)
     with pytest.raises(IndexError):
         values[np.array([1000])]
     with pytest.raises(IndexError):
@@ -135,33 +135,35 @@ def test_what_is_wrong_in_memory_is_wrong_on_disk():
 
 
 def test_one_number_is_a_number():
-    values = mapped_arrays.stored(VALUES)
+    values = mapped_arrays.copy_to_disk(VALUES)
     assert values.sum() == VALUES.sum()
     assert values.max() == VALUES.max()
     assert int(values[3]) == VALUES[3]
 
 
 def test_values_are_counted_as_in_memory():
-    values = mapped_arrays.stored(VALUES.astype(np.int32))
+    values = mapped_arrays.copy_to_disk(VALUES.astype(np.int32))
     assert np.array_equal(np.bincount(values, minlength=60), np.bincount(VALUES, minlength=60))
     assert np.bincount(values[:0], minlength=3).tolist() == [0, 0, 0]
 
 
 def test_tables_and_empty_arrays_are_left_to_numpy():
-    values = mapped_arrays.stored(VALUES)
+    values = mapped_arrays.copy_to_disk(VALUES)
     assert np.array_equal(values.reshape(10, 100) + 1, VALUES.reshape(10, 100) + 1)
     assert (values[:0] + 1).size == 0
 
 
 def test_columns_share_the_data_of_arrays_and_outlive_them():
-    values = mapped_arrays.stored(VALUES)
-    column = numbers(values, pl.Int64)
-    nullable = numbers(values, pl.Int64, absent=3)
+    values = mapped_arrays.copy_to_disk(VALUES)
+    column = build_number_column(values, pl.Int64)
+    nullable = build_number_column(values, pl.Int64, absent=3)
     values[0] = 77
     del values
     assert column[0] == nullable[0] == 77
     assert nullable[1:].to_list() == [None if value == 3 else value for value in VALUES[1:].tolist()]
-    assert numbers(mapped_arrays.stored(VALUES), pl.UInt32, absent=3).null_count() == int((VALUES == 3).sum())
+    assert build_number_column(mapped_arrays.copy_to_disk(VALUES), pl.UInt32, absent=3).null_count() == int(
+        (VALUES == 3).sum()
+    )
 
 
 def test_texts_of_any_length_are_columns():
@@ -173,7 +175,7 @@ def test_texts_of_any_length_are_columns():
         "zwölf Zeichen und mehr",
         *(f"t{number}" * number for number in range(1, 46)),
     ]
-    codes = mapped_arrays.stored(np.where(VALUES == 9, -1, VALUES).astype(np.int32))
+    codes = mapped_arrays.copy_to_disk(np.where(VALUES == 9, -1, VALUES).astype(np.int32))
     column = TextTable(texts).column(codes)
     assert column.dtype == pl.String
     assert column.to_list() == [None if code < 0 else texts[code] for code in codes.tolist()]
@@ -181,16 +183,16 @@ def test_texts_of_any_length_are_columns():
 
 
 def test_blocks_are_used_again_and_have_no_names(tmp_path):
-    first = mapped_arrays.stored(VALUES)
+    first = mapped_arrays.copy_to_disk(VALUES)
     address = first.ctypes.data
     assert list((tmp_path / "cache" / "spill").iterdir()) == []
     view = first[5:]
     del first
-    second = mapped_arrays.stored(VALUES + 1)
+    second = mapped_arrays.copy_to_disk(VALUES + 1)
     assert second.ctypes.data != address, "a view still holds the first block"
     assert view[0] == VALUES[5]
     del view
-    assert mapped_arrays.stored(VALUES).ctypes.data == address
+    assert mapped_arrays.copy_to_disk(VALUES).ctypes.data == address
 
 
 @pytest.mark.data
@@ -198,9 +200,9 @@ def test_blocks_are_used_again_and_have_no_names(tmp_path):
 def test_a_real_trace_on_disk_is_the_trace_in_memory(name, shared_data, monkeypatch):
     path = shared_data / "kineto" / f"{name}.json.gz"
     inside = read_kineto(path)
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 0)
-    monkeypatch.setattr(mapped_arrays, "PIECE", 10_000)
-    monkeypatch.setattr(mapped_arrays, "SORTED", 20_000)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 0)
+    monkeypatch.setattr(mapped_arrays, "SLICE_ELEMENTS", 10_000)
+    monkeypatch.setattr(mapped_arrays, "MAX_SORTED_ELEMENTS", 20_000)
     outside = read_kineto(path)
     for frame, expected in inside.frames().items():
         assert outside.frames()[frame].schema == expected.schema
@@ -215,8 +217,8 @@ def test_a_real_trace_on_disk_is_the_trace_in_memory(name, shared_data, monkeypa
 def test_a_saved_trace_comes_back_on_disk(name, shared_data, tmp_path, monkeypatch):
     trace = read_kineto(shared_data / "kineto" / f"{name}.json.gz")
     storage.save(trace, tmp_path)
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 0)
-    monkeypatch.setattr(storage, "PART", 7_000)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 0)
+    monkeypatch.setattr(storage, "PART_ROWS", 7_000)
     back = storage.load_trace(tmp_path)
     for frame, expected in trace.frames().items():
         assert back.frames()[frame].schema == expected.schema
@@ -226,11 +228,11 @@ def test_a_saved_trace_comes_back_on_disk(name, shared_data, tmp_path, monkeypat
 def test_a_damaged_saved_trace_is_refused_on_disk_too(tmp_path, monkeypatch):
     storage.save(_builder().build(), tmp_path)
     pl.DataFrame({"event": [1]}).write_ipc(tmp_path / "events.arrow")
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 0)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 0)
     with pytest.raises(ValueError, match="events is not as it was written"):
         storage.load_trace(tmp_path)
     with pytest.raises(ValueError, match="events is not as its head says"):
-        storage.load_trace(tmp_path, kept=False)
+        storage.load_trace(tmp_path, permanent=False)
 
 
 def _builder():
@@ -244,7 +246,7 @@ def _builder():
 def test_a_full_disk_is_said_in_one_sentence(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text(_builder().text())
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 0)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 0)
 
     def full(*_args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -259,7 +261,7 @@ def test_a_full_disk_is_said_in_one_sentence(tmp_path, monkeypatch):
 
 def test_where_nothing_reserves_space_zeros_are_written(monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    assert np.array_equal(mapped_arrays.stored(VALUES).view(np.ndarray), VALUES)
+    assert np.array_equal(mapped_arrays.copy_to_disk(VALUES).view(np.ndarray), VALUES)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
@@ -270,7 +272,7 @@ def test_a_reader_that_is_stopped_leaves_no_files(ending, tmp_path):
         "import os, signal, sys\n"
         "from traceloom.formats import kineto, read_kineto\n"
         "from traceloom.trace import mapped_arrays as ondisk, mapped_arrays as spill\n"
-        "spill.SPILL_BYTES = 0; ondisk.LEAST_BYTES = 1\n"
+        "spill.MIN_SPILL_BYTES = 0; ondisk.MIN_MAPPED_BYTES = 1\n"
         "real = kineto._assemble\n"
         "def stopped(decoded, *rest):\n"
         "    decoded.columns.take('spans', 'start', 'int64')\n"

@@ -61,7 +61,7 @@ def test_only_what_goes_beyond_the_sessions_share_is_parked(tmp_path: Path, monk
     run = parallel_job(ParallelRecipe(data=4, steps=4, layers=3)).run()
     folder = run.write(tmp_path / "job")
     small = traceloom.load(folder, cache=False)
-    monkeypatch.setattr(storage, "SESSION_BYTES", 2 * small.traces[0].meta.file_bytes + 100)
+    monkeypatch.setattr(storage, "MAX_IN_MEMORY_BYTES", 2 * small.traces[0].meta.file_bytes + 100)
     seen: list[int | None] = []
     park = storage.MappedFiles.park
 
@@ -78,9 +78,9 @@ def test_only_what_goes_beyond_the_sessions_share_is_parked(tmp_path: Path, monk
 
 def test_a_full_disk_is_said(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_size: int) -> None:
-        raise mapped_arrays.no_space(OSError(28, "No space left on device"))
+        raise mapped_arrays.describe_full_disk(OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(mapped_arrays, "new_block", full)
+    monkeypatch.setattr(mapped_arrays, "allocate_block", full)
     with pytest.raises(InputError) as caught:
         storage.MappedFiles().park(trace)
     assert caught.value.slug == "no-space"

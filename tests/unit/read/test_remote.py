@@ -113,11 +113,11 @@ def test_what_has_not_changed_keeps_its_copy_and_no_cache_fetches_it_again(
     server: tuple[str, Path, type[_Handler]],
 ) -> None:
     address, _, _ = server
-    path = remote.fetched(f"{address}/rank0.json")
+    path = remote.fetch_copy(f"{address}/rank0.json")
     kept = path.stat().st_ino
-    assert remote.fetched(f"{address}/rank0.json") == path
+    assert remote.fetch_copy(f"{address}/rank0.json") == path
     assert path.stat().st_ino == kept
-    remote.fetched(f"{address}/rank0.json", cache=False)
+    remote.fetch_copy(f"{address}/rank0.json", cache=False)
     assert path.stat().st_ino != kept
 
 
@@ -171,7 +171,7 @@ def test_errors_name_the_address(server: tuple[str, Path, type[_Handler]], capsy
 
 def test_a_user_in_an_address_is_a_header(server: tuple[str, Path, type[_Handler]]) -> None:
     address, _, handler = server
-    remote.fetched(address.replace("http://", "http://me:pass%20word@") + "/rank0.json")
+    remote.fetch_copy(address.replace("http://", "http://me:pass%20word@") + "/rank0.json")
     assert handler.asked == ("/rank0.json", "Basic bWU6cGFzcyB3b3Jk")
 
 
@@ -193,16 +193,16 @@ def test_what_a_server_may_not_do_ends_with_a_sentence(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote, "MOST_BYTES", 3_000_000)
+    monkeypatch.setattr(remote, "MAX_BYTES", 3_000_000)
     with pytest.raises(InputError, match=words) as error:
-        remote.fetched(f"{server[0]}/{name}")
+        remote.fetch_copy(f"{server[0]}/{name}")
     assert error.value.slug == slug
     assert [path for path in cache.rglob("*") if path.is_file()] == [], "nothing half fetched stays"
 
 
 def test_a_redirect_within_the_host_is_followed(server: tuple[str, Path, type[_Handler]]) -> None:
     address, folder, _ = server
-    assert remote.fetched(f"{address}/here.json").read_bytes() == (folder / "rank0.json").read_bytes()
+    assert remote.fetch_copy(f"{address}/here.json").read_bytes() == (folder / "rank0.json").read_bytes()
 
 
 def test_a_server_that_is_not_there_and_an_address_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_server_that_is_not_there_and_an_address_of_another_kind_are_refused(t
 def test_progress_is_said_in_bytes(server: tuple[str, Path, type[_Handler]]) -> None:
     address, folder, _ = server
     said: list[tuple[int, int | None]] = []
-    remote.fetched(f"{address}/rank0.json", say=lambda done, total: said.append((done, total)))
+    remote.fetch_copy(f"{address}/rank0.json", report_progress=lambda done, total: said.append((done, total)))
     size = (folder / "rank0.json").stat().st_size
     assert said[-1] == (size, size)
 
@@ -230,7 +230,7 @@ def test_what_was_unused_for_longest_goes_first(
     address, folder, _ = server
     monkeypatch.setattr(remote, "CAP_BYTES", int(1.5 * (folder / "rank0.json").stat().st_size))
     for rank in range(2):
-        remote.fetched(f"{address}/rank{rank}.json")
+        remote.fetch_copy(f"{address}/rank{rank}.json")
     assert [path.name for path in cache.rglob("rank*.json")] == ["rank1.json"]
 
 
@@ -272,7 +272,7 @@ class _Store:
 def test_all_files_below_a_prefix_of_a_store_are_one_input(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {f"/bucket/run/rank{rank}.json": _json(rank) for rank in range(2)}
     store = _Store({**made, "/bucket/run/a/b/c/d/e/f/deep.json": b"{}", "/bucket/other.json": b"{}"})
-    monkeypatch.setattr(remote, "file_system", store.opened)
+    monkeypatch.setattr(remote, "open_file_system", store.opened)
     session = traceloom.load("gs://bucket/run/")
     assert session.ranks == (0, 1)
     assert session.name == "gs://bucket/run"
@@ -281,7 +281,7 @@ def test_all_files_below_a_prefix_of_a_store_are_one_input(cache: Path, monkeypa
     assert traceloom.load("gs://bucket/run/").ranks == (0,), "what is gone there is gone here"
     with pytest.raises(InputError, match="no such file"):
         traceloom.load("gs://bucket/nothing")
-    monkeypatch.setattr(remote, "MOST_FILES", 1)
+    monkeypatch.setattr(remote, "MAX_FILES", 1)
     store.files.pipe_file("/bucket/run/rank1.json", _json(1))
     with pytest.raises(InputError, match="more than 1 files") as error:
         traceloom.load("gs://bucket/run")

@@ -13,7 +13,7 @@ import traceloom
 from traceloom.analyze import answer
 from traceloom.findings import findings
 from traceloom.testing.trace_builder import TraceBuilder
-from traceloom.trace.session import Session, ThreadClock, thread_samples
+from traceloom.trace.session import Session, ThreadClock, read_thread_clocks
 from traceloom.trace.trace import Meta
 
 BASE = 1_700_000_000 * 10**9
@@ -134,7 +134,7 @@ def test_a_thread_that_sleeps_beside_busy_ones_makes_no_pause(tmp_path: Path) ->
 def test_samples_bound_what_a_thread_ran() -> None:
     samples = ThreadClock(np.array([0, 20, 40, 60]) * MS, np.array([0, 10, 10, 30]) * MS)
     low, high = np.array([0, 20, 25, 70]) * MS, np.array([20, 40, 35, 80]) * MS
-    least, most = samples.ran(low, high)
+    least, most = samples.bound_cpu_time(low, high)
     assert (least // MS).tolist() == [10, 0, 0, 0]
     assert (most // MS).tolist() == [10, 0, 0, 10]  # nothing is known after the last sample
 
@@ -145,4 +145,4 @@ def test_samples_bound_what_a_thread_ran() -> None:
      {"thread": [1, 1], "time_ns": [1, None], "cpu_ns": [1, 2]}, {"thread": [1], "time_ns": [1], "cpu_ns": [1]}],
 )  # fmt: skip
 def test_tables_that_do_not_fit_tell_nothing(table: object) -> None:
-    assert thread_samples(Meta(path="", capture={"thread_cpu": table})) == {}
+    assert read_thread_clocks(Meta(path="", capture={"thread_cpu": table})) == {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.formats.inputs import FileHead, InputFile, group, is_same_run, name_runs, read_head
+from traceloom.formats.inputs import FileHead, InputFile, choose_run_names, is_same_run, read_head, split_into_runs
 from traceloom.testing import TraceBuilder
 
 EPOCH = 1_700_000_000 * 10**9
@@ -118,7 +118,7 @@ def test_whatever_the_order_of_the_files_the_runs_are_the_same() -> None:
     ]  # fmt: skip
     expected = {("a0", "a1"), ("b0", "b1"), ("c0",)}
     for order in itertools.permutations(files):
-        runs = group(list(order))
+        runs = split_into_runs(list(order))
         assert {tuple(sorted(str(each.source.path) for each in run)) for run in runs} == expected
         firsts = [order.index(run[0]) for run in runs]
         assert firsts == sorted(firsts)
@@ -126,10 +126,10 @@ def test_whatever_the_order_of_the_files_the_runs_are_the_same() -> None:
 
 def test_windows_of_one_process_are_one_run_although_the_first_and_last_lie_far_apart() -> None:
     windows = [file(f"w{number}", start_ns=EPOCH + 40 * number * MINUTE) for number in range(5)]
-    assert group(windows) == [windows]
+    assert split_into_runs(windows) == [windows]
     far = [windows[0], file("late", start_ns=EPOCH + 10_000 * MINUTE)]
-    assert group(far) == [[far[0]], [far[1]]]
-    assert group([]) == []
+    assert split_into_runs(far) == [[far[0]], [far[1]]]
+    assert split_into_runs([]) == []
 
 
 def at(*paths: str, capture: str | None = None) -> list[FileHead]:
@@ -155,7 +155,7 @@ def at(*paths: str, capture: str | None = None) -> list[FileHead]:
 def test_a_run_is_called_what_its_files_have_in_common(
     runs: list[list[FileHead]], requested: tuple[str, ...], called: list[str]
 ) -> None:
-    assert name_runs(runs, requested) == called
+    assert choose_run_names(runs, requested) == called
 
 
 def seen(builder: TraceBuilder, path: Path, entry: dict[str, Any] | None = None) -> FileHead:

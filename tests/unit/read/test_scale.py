@@ -9,13 +9,13 @@ import numpy as np
 from support.bigfile import write_big
 from traceloom.formats import read_kineto
 from traceloom.trace import mapped_arrays
-from traceloom.trace.arrays import nest
+from traceloom.trace.arrays import build_nesting
 
 
 def test_a_chain_of_crossing_spans_is_linear_work():
     count = 200_000
     start = np.arange(count, dtype=np.int64) * 2
-    found = nest(np.zeros(count, np.int64), start, start + 3, np.ones(count, np.bool_))
+    found = build_nesting(np.zeros(count, np.int64), start, start + 3, np.ones(count, np.bool_))
     assert len(found.clipped) == count - 1
     assert not found.depth.any()
 
@@ -45,7 +45,7 @@ def test_columns_on_disk_give_the_same_trace_and_leave_nothing(tmp_path, monkeyp
     path = tmp_path / "big.json"
     write_big(path, 40_000_000)
     inside = read_kineto(path)
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 1_000_000)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 1_000_000)
     spilled = read_kineto(path)
     for name, frame in inside.frames().items():
         assert spilled.frames()[name].equals(frame), name

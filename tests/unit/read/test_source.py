@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from traceloom.formats.resync import DamageLog
-from traceloom.formats.text_stream import first_pieces, open_input, text_pieces
+from traceloom.formats.text_stream import open_input, read_first_pieces, read_text_pieces
 
 TEXT = b"".join(random.Random(3).choices([b'{"ts":', b'],"', b"0123", b"[{}, ", b"456789\n"], k=700_000))
 
@@ -25,14 +25,14 @@ def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(tmp_
     path.write_bytes(stored)
     seen: list[bytes] = []
     with open_input(path) as stream:
-        pieces = first_pieces(stream, DamageLog(), seen.append)
+        pieces = read_first_pieces(stream, DamageLog(), seen.append)
         first = next(pieces)
         assert stream.tell() < len(stored) / 4
         assert seen == [first]
         assert 0 < len(first) < len(TEXT) / 4
         assert first + b"".join(pieces) == TEXT
     with open_input(path) as stream:
-        assert b"".join(text_pieces(stream, DamageLog())) == TEXT
+        assert b"".join(read_text_pieces(stream, DamageLog())) == TEXT
 
 
 def test_a_corrupt_second_member_gives_all_its_text_before_the_fault(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_corrupt_second_member_gives_all_its_text_before_the_fault(tmp_path: P
     path.write_bytes(stored)
     damage = DamageLog()
     with open_input(path) as stream:
-        text = b"".join(text_pieces(stream, damage))
+        text = b"".join(read_text_pieces(stream, damage))
     assert [notice.slug for notice in damage.notices()] == ["corrupt-gzip"]
     slow, expected = zlib.decompressobj(31), [first]
     with contextlib.suppress(zlib.error):

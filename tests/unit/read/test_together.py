@@ -145,7 +145,7 @@ def test_forks_decode_compressed_and_exact_times_and_spill(tmp_path: Path, monke
             trace, together_ = in_parts(of, *begins)
             assert together_
             assert all(trace.frames()[name].equals(frame) for name, frame in whole.frames().items())
-    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 1_000_000)
+    monkeypatch.setattr(mapped_arrays, "MIN_SPILL_BYTES", 1_000_000)
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
     trace, together_ = in_parts(packed, 2_000_000, 4_000_000)
     assert together_
@@ -167,11 +167,11 @@ def test_large_files_are_decoded_by_several_and_small_ones_are_not(
         begin(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Helpers, "__init__", begun)
-    monkeypatch.setattr(together, "cores", lambda: 4)
+    monkeypatch.setattr(together, "count_usable_cores", lambda: 4)
     assert_equal(read_kineto(path), whole)
     assert not started
-    monkeypatch.setattr(together, "LEAST_TEXT", 500_000)
-    monkeypatch.setattr(together, "_HANDING", 0)
+    monkeypatch.setattr(together, "MIN_TEXT_BYTES", 500_000)
+    monkeypatch.setattr(together, "_HANDOVER_BYTES", 0)
     reached: list[int] = []
     assert_equal(read_kineto(path, step=lambda read, _: reached.append(read)), whole)
     assert [len(begins) for _, begins, _ in started] == [3]
@@ -200,7 +200,7 @@ def test_a_fork_that_dies_or_hangs_costs_nothing_but_time(
 
         monkeypatch.setattr(last, "pieces", gone)
     else:
-        monkeypatch.setattr(together, "_PATIENCE_S", -1000)
+        monkeypatch.setattr(together, "_TIMEOUT_S", -1000)
     ahead._running[path] = helping, FileStamp.now(path)
     assert_equal(read_kineto(path), whole)
     for fork in helping._forks:
@@ -218,8 +218,8 @@ def test_decoding_needs_no_polars(tmp_path: Path) -> None:
 
 @given(size=st.integers(0, 2**33), processes=st.integers(1, 9), lead=st.sampled_from([0, 29_000_000]))
 def test_parts_follow_each_other(size: int, processes: int, lead: int) -> None:
-    begins = together.parts(size, processes, lead)
+    begins = together.compute_part_starts(size, processes, lead)
     assert len(begins) < processes
     assert begins == sorted(begins)
     assert all(0 <= begin <= size for begin in begins)
-    assert not begins or lead or begins[0] >= together.LEAST_TEXT
+    assert not begins or lead or begins[0] >= together.MIN_TEXT_BYTES

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.workload.replay.schema import CHOICES, NAMESPACES, parse_schema, refusal
+from traceloom.workload.replay.schema import CHOICES, NAMESPACES, find_refusal, parse_schema
 
 # Namespaces that PyTorch itself brings besides; each only where a user asks for it.
 OF_PYTORCH = {"quantized", "_quantized", "mkldnn", "onednn", "mkl", "sparse", "inductor", "symm_mem", "c10d"}
@@ -17,7 +17,7 @@ def test_what_computes_on_tensors_is_allowed() -> None:
         "aten::set_.source_Storage(Tensor(a!) self, Storage source) -> Tensor(a!)",
         "aten::_foreach_add_.Scalar(Tensor(a!)[] self, Scalar scalar) -> ()",
     ):
-        assert refusal(parse_schema(text)) is None
+        assert find_refusal(parse_schema(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -34,20 +34,20 @@ def test_what_computes_on_tensors_is_allowed() -> None:
     ],
 )
 def test_what_reaches_out_of_tensors_is_refused(text: str, says: str) -> None:
-    assert says in refusal(parse_schema(text)).text  # type: ignore[union-attr]
+    assert says in find_refusal(parse_schema(text)).text  # type: ignore[union-attr]
 
 
 def test_a_namespace_is_allowed_at_wish_and_its_texts_are_not() -> None:
     further = frozenset({"fbgemm"})
-    assert refusal(parse_schema("fbgemm::dense(Tensor a) -> Tensor"), further) is None
-    assert "filename" in str(refusal(parse_schema("fbgemm::read(Tensor a, str filename) -> Tensor"), further))
+    assert find_refusal(parse_schema("fbgemm::dense(Tensor a) -> Tensor"), further) is None
+    assert "filename" in str(find_refusal(parse_schema("fbgemm::read(Tensor a, str filename) -> Tensor"), further))
 
 
 @pytest.mark.torch
 def test_no_registered_op_that_is_allowed_takes_a_text_that_reaches_out() -> None:
     torch = pytest.importorskip("torch")
     schemas = [parse_schema(str(schema)) for schema in torch._C._jit_get_all_schemas()]
-    allowed = [schema for schema in schemas if refusal(schema, frozenset(OF_PYTORCH)) is None]
+    allowed = [schema for schema in schemas if find_refusal(schema, frozenset(OF_PYTORCH)) is None]
     assert len({schema.qualified for schema in allowed if schema.namespace in NAMESPACES}) > 3000
     texts = set()
     for schema in allowed:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from traceloom.workload.replay.binding import Unbindable, bind  # noqa: E402
+from traceloom.workload.replay.binding import BindError, bind_call  # noqa: E402
 from traceloom.workload.replay.schema import parse_schema  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -18,7 +18,7 @@ T = [{"tensor": number} for number in range(6)]
 
 
 def bound(schema: str, *arguments: Any, **about: Any) -> Any:
-    return bind(schema, json.dumps(arguments), **about)
+    return bind_call(schema, json.dumps(arguments), **about)
 
 
 def schema_here(name: str) -> str:
@@ -163,25 +163,25 @@ def test_the_schema_of_another_version(older: str, arguments: list[Any], expecte
     ],
 )
 def test_what_cannot_be_bound_says_why(schema: str, arguments: list[Any], slug: str, says: str) -> None:
-    with pytest.raises(Unbindable) as caught:
+    with pytest.raises(BindError) as caught:
         bound(schema, *arguments, recorded="1.9")
     assert caught.value.slug == slug
     assert says in caught.value.text
 
 
 def test_every_allowed_op_of_pytorch_is_found_by_its_schema() -> None:
-    from traceloom.workload.replay.schema import refusal
+    from traceloom.workload.replay.schema import find_refusal
 
     unknown = []
     for schema in map(str, torch._C._jit_get_all_schemas()):
         parsed = parse_schema(schema)
-        if refusal(parsed) is None:
+        if find_refusal(parsed) is None:
             arguments = [
                 argument.default if argument.has_default else {"generator": None} for argument in parsed.arguments
             ]
             try:
                 bound(schema, *(value if not isinstance(value, float) else {"float": "inf"} for value in arguments))
-            except Unbindable as error:
+            except BindError as error:
                 unknown.append((schema, error.slug))
     assert unknown == []
 
@@ -201,16 +201,16 @@ EMPTY = "aten::empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, Lay
 )
 def test_what_was_on_the_host_stays_there_beside_an_accelerator(recorded: Any, keeps_host: bool, device: str) -> None:
     arguments = [[2, 3], {"dtype": "float32"}, None, recorded, None, None]
-    made = bind(EMPTY, json.dumps(arguments), "meta", keeps_host=keeps_host)([])
+    made = bind_call(EMPTY, json.dumps(arguments), "meta", keeps_host=keeps_host)([])
     assert made.device.type == device
 
 
 def test_memory_is_pinned_again_where_the_host_is_kept() -> None:
     schema, arguments = "aten::pin_memory(Tensor(a) self, Device? device=None) -> Tensor(a)", '[{"tensor": 0}, null]'
     assert (
-        bind(schema, arguments, "meta").function
-        is bind(
+        bind_call(schema, arguments, "meta").function
+        is bind_call(
             "aten::clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor", '[{"tensor": 0}, null]'
         ).function
     )
-    assert bind(schema, arguments, "meta", keeps_host=True).function is torch.ops.aten.pin_memory.default._op
+    assert bind_call(schema, arguments, "meta", keeps_host=True).function is torch.ops.aten.pin_memory.default._op

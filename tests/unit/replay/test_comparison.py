@@ -16,7 +16,7 @@ from traceloom.report import replay
 from traceloom.report.replay import REPLAY, render_terminal
 from traceloom.testing import TraceBuilder
 from traceloom.workload.replay.comparison import TABLES, ReplayComparison, compare_replay
-from traceloom.workload.replay.inputs import holes_of
+from traceloom.workload.replay.inputs import find_uncovered_time
 from traceloom.workload.replay.plan import PLAN_SCHEMAS
 
 MS = 1_000_000
@@ -138,10 +138,10 @@ def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
         .build()
     )
     runs = trace.events["name"].is_in(["aten::mm", "aten::relu"]).to_numpy()
-    assert holes_of(trace, runs).rows() == [("CompiledFunction", 1, 45_000)]
+    assert find_uncovered_time(trace, runs).rows() == [("CompiledFunction", 1, 45_000)]
     # A kernel for a GPU is an op: what is left of its graph is Python.
     for_gpu = TraceBuilder().op("CompiledFunction", 10, 60).op("triton_poi_fused_gelu_0", 20, 15).build()
-    assert holes_of(for_gpu, (for_gpu.events["name"] == "triton_poi_fused_gelu_0").to_numpy()).height == 0
+    assert find_uncovered_time(for_gpu, (for_gpu.events["name"] == "triton_poi_fused_gelu_0").to_numpy()).height == 0
     plan = planned()
     holes = pl.DataFrame(
         [{"rank": 0, "name": "CompiledFunction", "count": 1, "duration_ns": MS}], schema=PLAN_SCHEMAS["holes"]
@@ -149,5 +149,5 @@ def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
     comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], holes=holes)}), ran())
     assert comparison.holes["recorded_ns"].to_list() == [MS]
     assert any("compiled kernels" in limit for limit in replay.build(comparison)["limits"])
-    assert any("waiting, kernels of compiled code." in limit for limit in replay.limits(comparison))
-    assert any("loading, waiting. The pace" in limit for limit in replay.limits(compare_replay(plan, ran())))
+    assert any("waiting, kernels of compiled code." in limit for limit in replay.describe_limits(comparison))
+    assert any("loading, waiting. The pace" in limit for limit in replay.describe_limits(compare_replay(plan, ran())))

@@ -13,8 +13,8 @@ from traceloom.report import replay
 from traceloom.report.replay import render_terminal
 from traceloom.testing import TraceBuilder
 from traceloom.workload.replay.comparison import ReplayComparison, compare_replay
-from traceloom.workload.replay.execution import MARK, times_of_marks
-from traceloom.workload.replay.inputs import work_below
+from traceloom.workload.replay.execution import MARK, compute_marked_times
+from traceloom.workload.replay.inputs import find_launched_work
 
 MS = 1_000_000
 
@@ -38,13 +38,13 @@ def marked_passes(*passes: float) -> TraceBuilder:
 
 def test_gpu_work_goes_to_the_mark_around_its_launch_whenever_it_ran() -> None:
     trace = marked_passes(100, 120, 400).build()
-    assert times_of_marks(trace).rows() == [(4, 130_000), (7, 3_000)], "medians over three passes"
+    assert compute_marked_times(trace).rows() == [(4, 130_000), (7, 3_000)], "medians over three passes"
 
 
 def test_work_that_nobody_asked_for_is_nobodys() -> None:
     trace = marked_passes(100).build()
     names = trace.events["name"].cast(pl.String)
-    below = work_below(trace, (names == "aten::mm").to_numpy())
+    below = find_launched_work(trace, (names == "aten::mm").to_numpy())
     assert below["duration_ns"].to_list() == [100_000, 10_000]
     assert below["stream"].to_list() == [7, 9]
     assert set(names.gather(below["event"])) == {"aten::mm"}
@@ -93,7 +93,10 @@ def test_what_no_ratio_has_is_said() -> None:
     replayed = pl.Series("gpu_ns", [None, 3 * MS, None, None, 32_000], dtype=pl.Int64)
     plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(recorded))})
     result = replace(result, ranks={0: replace(here, ops=here.ops.with_columns(replayed))})
-    limits = [limit.replace("\N{NARROW NO-BREAK SPACE}", " ") for limit in replay.limits(compare_replay(plan, result))]
+    limits = [
+        limit.replace("\N{NARROW NO-BREAK SPACE}", " ")
+        for limit in replay.describe_limits(compare_replay(plan, result))
+    ]
     assert any("2 ops is known of one side alone (2.00 ms as recorded, 3.00 ms here)" in limit for limit in limits), (
         limits
     )

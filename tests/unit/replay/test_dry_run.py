@@ -111,7 +111,7 @@ def test_an_op_that_an_import_brings_is_looked_at() -> None:
     build.rows["ops"][-1] |= {"action": "stand-in", "reason": "custom-op"}
     plan = build.build()
     assert [left.reason for left in dry_run_rank(plan).left] == ["custom-op"]
-    result = dry_run_rank(plan, further=frozenset({"dry_run_test"}))
+    result = dry_run_rank(plan, extra_namespaces=frozenset({"dry_run_test"}))
     assert (result.covered, result.looked_at, result.left) == (1, 1, ())
 
 

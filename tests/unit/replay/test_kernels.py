@@ -18,14 +18,14 @@ from traceloom.cli import main
 from traceloom.errors import InputError
 from traceloom.testing.host_trace_builder import HostTraceBuilder
 from traceloom.workload.replay.dry_run import dry_run
-from traceloom.workload.replay.kernels import KernelLoader, lacks_hardware
+from traceloom.workload.replay.kernels import KernelLoader, find_missing_hardware
 from traceloom.workload.replay.plan import STAND_IN, RankPlan, ReplayPlan
 from traceloom.workload.replay.planning import Choice, make_plan
-from traceloom.workload.replay.resize import scaled
+from traceloom.workload.replay.resize import scale_plan
 
 torch = pytest.importorskip("torch")
 
-from traceloom.workload.replay.running import Execution, RunOptions  # noqa: E402
+from traceloom.workload.replay.running import PlanRunner, RunOptions  # noqa: E402
 from traceloom.workload.replay.script import write_script  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -73,9 +73,9 @@ def recorded(
     return plan
 
 
-def executed(plan: RankPlan, folder: Path | None, **about: Any) -> Execution:
+def executed(plan: RankPlan, folder: Path | None, **about: Any) -> PlanRunner:
     device = torch.device("cpu")
-    return Execution(plan, device, RunOptions(), kernels=KernelLoader(plan, device, folder, **about))
+    return PlanRunner(plan, device, RunOptions(), kernels=KernelLoader(plan, device, folder, **about))
 
 
 def anywhere(folder: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def anywhere(folder: Path) -> dict[str, Any]:
     return {"folder": folder, "lacks": lambda _: None, "stream": lambda _: 7}
 
 
-def reasons(execution: Execution) -> list[str]:
+def reasons(execution: PlanRunner) -> list[str]:
     return execution.stand_ins["reason"].to_list()
 
 
@@ -102,7 +102,7 @@ def test_a_plan_holds_sources_and_runs_none(tmp_path: Path) -> None:
     compile(write_script(plan), "replay.py", "exec")
     from fractions import Fraction
 
-    assert scaled(plan, {4: Fraction(2)}).ranks[0].kernels.height == 0
+    assert scale_plan(plan, {4: Fraction(2)}).ranks[0].kernels.height == 0
     trace = tmp_path / "rank0.json"
     assert make_plan(trace, choice=Choice(only="communication")).ranks[0].kernels.height == 0
 
@@ -129,7 +129,7 @@ def test_a_trusted_kernel_needs_a_gpu_and_triton(tmp_path: Path) -> None:
     try:
         import triton  # noqa: F401
     except ImportError:
-        assert lacks_hardware(torch.device("cuda")) == (
+        assert find_missing_hardware(torch.device("cuda")) == (
             "no-triton",
             "the package triton, which compiles it, is not installed",
         )
@@ -140,7 +140,7 @@ def test_a_trusted_kernel_runs(tmp_path: Path) -> None:
     assert reasons(execution) == []
     source, target = (execution.program.registers[row] for row in (0, 2))
     target.zero_()
-    execution.once()
+    execution.run_pass()
     assert target.equal(2 * torch.relu(source))
     assert not execution.program.failures
 
@@ -200,10 +200,10 @@ def test_what_only_stand_ins_use_takes_no_memory() -> None:
     build.add("view", [table], [view], action="view")
     build.run("fbgemm::update(Tensor row, Tensor view) -> ()", [{"tensor": 0}, {"tensor": 1}], [row, view], [])
     build.run(RELU, [{"tensor": 0}], [used], [build.tensor(8)])
-    execution = Execution(build.build(), torch.device("cpu"), RunOptions(memory_limit=1000))
+    execution = PlanRunner(build.build(), torch.device("cpu"), RunOptions(memory_limit=1000))
     assert reasons(execution) == ["custom-op"] * 2
     assert execution.peak_bytes() == 64
-    execution.once()
+    execution.run_pass()
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
@@ -226,6 +226,6 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     folder = tmp_path / "sources"
     folder.mkdir()
-    execution = Execution(of_rank, device, RunOptions(), kernels=KernelLoader(of_rank, device, folder))
+    execution = PlanRunner(of_rank, device, RunOptions(), kernels=KernelLoader(of_rank, device, folder))
     assert reasons(execution) == []
     assert not execution.program.failures

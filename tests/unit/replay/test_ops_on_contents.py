@@ -11,7 +11,7 @@ from support.plans import PlanBuilder
 torch = pytest.importorskip("torch")
 
 from traceloom.workload.replay.contents import settle_contents  # noqa: E402
-from traceloom.workload.replay.running import Execution, RunOptions  # noqa: E402
+from traceloom.workload.replay.running import PlanRunner, RunOptions  # noqa: E402
 
 pytestmark = pytest.mark.torch
 _T = [{"tensor": number} for number in range(5)]
@@ -92,6 +92,6 @@ def test_an_op_runs_on_what_is_made_for_it(name: str) -> None:
     plan, _ = settle_contents(build.build())
     plan.check()
     # It ends at the first op that fails, and says so.
-    execution = Execution(plan, torch.device("cpu"), RunOptions(strict=True))
-    execution.once()
+    execution = PlanRunner(plan, torch.device("cpu"), RunOptions(strict=True))
+    execution.run_pass()
     assert torch.isfinite(execution.program.registers[kept[0]]).all()

@@ -12,7 +12,7 @@ import pytest
 
 from support.plans import PlanBuilder
 from traceloom.errors import InvariantError
-from traceloom.workload.replay.plan import PLAN_SCHEMAS, RankPlan, frame
+from traceloom.workload.replay.plan import PLAN_SCHEMAS, RankPlan, build_frame
 
 RELU = "aten::relu(Tensor self) -> Tensor"
 ITEM = {"float32": 4, "int64": 8, "uint8": 1}
@@ -184,7 +184,7 @@ def test_frames_hold_the_values_that_they_are_made_of(seed: int) -> None:
         "shape": [tuple(numbers(2**50)) for _ in range(count)], "strides": [numbers(5, 0) for _ in range(count)],
         "dtype": [chance.choice(["float32", "int64"]) for _ in range(count)],
     }  # fmt: skip
-    made = frame("tensors", columns)
+    made = build_frame("tensors", columns)
     assert made.schema == PLAN_SCHEMAS["tensors"]
     assert made.rows() == [
         tuple(list(value) if isinstance(value, tuple) else value for value in row)
@@ -193,10 +193,10 @@ def test_frames_hold_the_values_that_they_are_made_of(seed: int) -> None:
     outputs = [[chance.choice([None, 1, 2**32 - 1]) for _ in range(chance.randint(0, 3))] for _ in range(count)]
     flags = [[chance.choice(["cut-list", "é", 'a"b\\']) for _ in range(chance.randint(0, 2))] for _ in range(count)]
     nothing = dict.fromkeys(PLAN_SCHEMAS["ops"], [None] * count)
-    ops = frame("ops", {**nothing, "inputs": [()] * count, "outputs": outputs, "durations_ns": [[]] * count})
+    ops = build_frame("ops", {**nothing, "inputs": [()] * count, "outputs": outputs, "durations_ns": [[]] * count})
     assert ops["outputs"].to_list() == outputs
     assert ops["inputs"].to_list() == ops["durations_ns"].to_list() == [[]] * count
-    calls = frame("calls", {**dict.fromkeys(PLAN_SCHEMAS["calls"], [None] * count), "flags": flags})
+    calls = build_frame("calls", {**dict.fromkeys(PLAN_SCHEMAS["calls"], [None] * count), "flags": flags})
     assert calls["flags"].to_list() == flags
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from traceloom.errors import InputError, UsageError
 from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder
-from traceloom.workload.replay.nodes import composite_ops
+from traceloom.workload.replay.nodes import read_composite_ops
 from traceloom.workload.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
 from traceloom.workload.replay.planning import Choice, make_plan
 
@@ -136,7 +136,7 @@ def test_leaves_are_what_composite_ops_call(tmp_path: Path) -> None:
 def test_the_list_of_composite_ops_is_that_of_this_pytorch() -> None:
     torch = pytest.importorskip("torch")
     here = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
-    composite = set(composite_ops())
+    composite = set(read_composite_ops())
     known = {name for name in composite if name in here}
     assert len(known) > 300
     for name in known:

@@ -16,14 +16,14 @@ from traceloom.workload.replay.plan import (  # noqa: E402
     Replayed,  # noqa: E402
     ReplayPlan,  # noqa: E402
 )
-from traceloom.workload.replay.program import geometries, hand_overs, keeps_host  # noqa: E402
-from traceloom.workload.replay.running import (  # noqa: E402
-    Execution,
+from traceloom.workload.replay.program import build_geometries, find_cross_lane_dependencies, should_stay_on_cpu  # noqa: E402
+from traceloom.workload.replay.running import (
+    PlanRunner,
     RunOptions,
-    copied_asynchronously,
-    device_of,
-    import_ops,
-    is_known,
+    choose_device,
+    find_async_copied_storages,
+    import_custom_ops,
+    is_median_precise,
     run_passes,
 )
 
@@ -32,10 +32,10 @@ _COPY = "aten::copy_(Tensor(a!) self, Tensor src, bool non_blocking=False) -> Te
 _ADD = "aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
 
 
-def execute(build: PlanBuilder, **options: Any) -> Execution:
+def execute(build: PlanBuilder, **options: Any) -> PlanRunner:
     plan = build.build()
     plan.check()
-    return Execution(plan, torch.device("cpu"), RunOptions(**options))
+    return PlanRunner(plan, torch.device("cpu"), RunOptions(**options))
 
 
 def keep(build: PlanBuilder, tensor: int, *shape: int, dtype: str = "float32", item: int = 4) -> int:
@@ -53,7 +53,7 @@ def test_a_pass_computes_what_the_plan_says() -> None:
     build.run(_ADD, [{"tensor": 0}, {"tensor": 1}, 3], [product, product], [result])
     kept = keep(build, result, 8, 6)
     execution = execute(build)
-    execution.once()
+    execution.run_pass()
     registers = execution.program.registers
     assert torch.equal(registers[kept], 4 * (registers[x] @ registers[w]))
 
@@ -76,7 +76,7 @@ def test_lists_of_tensors_several_results_and_tensors_by_name() -> None:
     build.run("aten::add.out(Tensor self, Tensor other, *, Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)",
               [{"tensor": 0}, {"tensor": 0}, 2, {"tensor": 1}], [picked, out], [out])  # fmt: skip
     execution = execute(build)
-    execution.once()
+    execution.run_pass()
     registers = execution.program.registers
     columns = torch.cat([registers[x][:, 4:], registers[x][:, :2]], 1)
     assert torch.equal(registers[out], 3 * columns[:, registers[rows]])
@@ -91,7 +91,7 @@ def test_nested_results_are_flattened() -> None:
               [[{"tensor": 0}, {"tensor": 1}], [{"tensor": 2}, {"tensor": 3}], 1], [*values, *grads], sums)  # fmt: skip
     kept = keep(build, sums[1], 3)
     execution = execute(build)
-    execution.once()
+    execution.run_pass()
     registers = execution.program.registers
     assert torch.equal(registers[kept], registers[values[1]] + registers[grads[1]])
 
@@ -122,7 +122,7 @@ def test_a_view_keeps_its_storage_and_may_be_of_another_type() -> None:
     build.add("view", [made], [bits], action="view")
     kept, kept_bits = keep(build, column, 4), keep(build, bits, 4, 4, dtype="int32")
     execution = execute(build)
-    execution.once()
+    execution.run_pass()
     registers = execution.program.registers
     assert torch.equal(registers[kept], -registers[x][:, 1])
     assert torch.equal(registers[kept_bits].view(torch.float32), -registers[x])
@@ -180,7 +180,7 @@ def test_integers_that_a_pass_changes_are_as_before_in_the_next() -> None:
               [counter], [counter])  # fmt: skip
     execution = execute(build)
     for _ in range(3):
-        execution.once()
+        execution.run_pass()
     assert execution.program.registers[counter].tolist() == [6, 6]
 
 
@@ -197,7 +197,7 @@ def test_floats_that_grow_over_passes_are_made_anew() -> None:
     build.run("aten::mul_.Scalar(Tensor(a!) self, Scalar other) -> Tensor(a!)", [{"tensor": 0}, 1e30], [x], [x])
     execution = execute(build)
     for _ in range(5):
-        execution.once()
+        execution.run_pass()
     assert float(execution.program.registers[x].abs().max()) < 1e31
 
 
@@ -211,7 +211,7 @@ def test_recorded_gaps_are_kept_and_threads_hand_over() -> None:
     kept = keep(build, last, 8)
     execution = execute(build, pace="recorded", threads="recorded")
     for timed in (False, True):
-        wall_ns, _ = execution.once(timed=timed)
+        wall_ns, _ = execution.run_pass(with_timer=timed)
         assert wall_ns >= 3 * 2_000_000, "each thread does what it did between its three ops, beside the other"
         registers = execution.program.registers
         assert torch.allclose(registers[kept], 64 * registers[0])
@@ -220,13 +220,15 @@ def test_recorded_gaps_are_kept_and_threads_hand_over() -> None:
 def test_ops_begin_once_earlier_ops_on_their_storages_are_done() -> None:
     lanes = [1, 1, 2, 2, 1, None, 3]
     touched = [["a"], ["b"], ["b"], ["a"], ["a", "b"], ["a"], ["c"]]
-    assert hand_overs(lanes, touched) == [(1, 2), (3, 4)], "what follows from another hand-over is left out"
+    assert find_cross_lane_dependencies(lanes, touched) == [(1, 2), (3, 4)], (
+        "what follows from another hand-over is left out"
+    )
 
 
 def test_too_little_memory_is_said_before_anything_is_allocated() -> None:
     plan = small_plan().ranks[0]
     with pytest.raises(InputError, match=r"take 608 B, and 600 B is what --memory-limit allows") as caught:
-        Execution(plan, torch.device("cpu"), RunOptions(memory_limit=600))
+        PlanRunner(plan, torch.device("cpu"), RunOptions(memory_limit=600))
     assert caught.value.slug == "too-little-memory"
     build = PlanBuilder()
     huge = build.tensor(10**15, external=True)
@@ -236,10 +238,10 @@ def test_too_little_memory_is_said_before_anything_is_allocated() -> None:
 
 
 def test_the_median_is_known_once_enough_values_lie_close() -> None:
-    assert not is_known([100] * 5)
-    assert is_known([100] * 6)
-    assert not is_known([100, 200, 150, 120, 180, 160])
-    assert is_known([100, 101, 99, 100, 500, 100, 100, 101, 100, 99, 100, 100]), "one outlier does not matter"
+    assert not is_median_precise([100] * 5)
+    assert is_median_precise([100] * 6)
+    assert not is_median_precise([100, 200, 150, 120, 180, 160])
+    assert is_median_precise([100, 101, 99, 100, 500, 100, 100, 101, 100, 99, 100, 100]), "one outlier does not matter"
 
 
 def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +250,7 @@ def test_namespaces_of_imported_modules_are_told(tmp_path: Any, monkeypatch: pyt
         "library.define('twice(Tensor x) -> Tensor')\nlibrary.impl('twice', lambda x: 2 * x, 'CPU')\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert import_ops(["replay_test_ops"]) == {"replay_test"}
+    assert import_custom_ops(["replay_test_ops"]) == {"replay_test"}
 
 
 def test_a_device_that_is_not_here_is_refused_and_another_is_said() -> None:
@@ -256,12 +258,12 @@ def test_a_device_that_is_not_here_is_refused_and_another_is_said() -> None:
     x = build.tensor(4, external=True, device="cuda:0")
     build.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [x], [build.tensor(4, device="cuda:0")])
     of_gpu = ReplayPlan({0: build.build()}, groups(1))
-    device, notices = device_of(of_gpu, RunOptions(device="cpu"), 0)
+    device, notices = choose_device(of_gpu, RunOptions(device="cpu"), 0)
     assert (device.type, [notice.slug for notice in notices]) == ("cpu", ["other-device"])
     assert "recorded on cuda, replayed on cpu" in notices[0].message
-    assert device_of(small_plan(), RunOptions(), 0) == (torch.device("cpu"), ())
+    assert choose_device(small_plan(), RunOptions(), 0) == (torch.device("cpu"), ())
     with pytest.raises(InputError, match="has no device of the kind hpu here") as caught:
-        device_of(of_gpu, RunOptions(device="hpu"), 0)
+        choose_device(of_gpu, RunOptions(device="hpu"), 0)
     assert caught.value.slug == "no-device"
 
 
@@ -278,12 +280,12 @@ def test_of_a_recording_with_a_gpu_the_host_keeps_its_tensors() -> None:
     build.run(copy, [{"tensor": 0}, None, None, {"device": "cuda:0"}, None, True, None], [batch], [on_gpu])
     plan = build.build()
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [geometry.on_host for geometry in geometries(plan, gpu)] == [True, False, False]
-    assert [geometry.on_host for geometry in geometries(plan, cpu)] == [False] * 3
-    assert [geometry.new("meta").device.type for geometry in geometries(plan, gpu)] == ["cpu", "meta", "meta"]
-    assert copied_asynchronously(plan) == {plan.tensors["storage"][batch]}
-    assert weights not in copied_asynchronously(plan)
+    assert [geometry.on_host for geometry in build_geometries(plan, gpu)] == [True, False, False]
+    assert [geometry.on_host for geometry in build_geometries(plan, cpu)] == [False] * 3
+    assert [geometry.new("meta").device.type for geometry in build_geometries(plan, gpu)] == ["cpu", "meta", "meta"]
+    assert find_async_copied_storages(plan) == {plan.tensors["storage"][batch]}
+    assert weights not in find_async_copied_storages(plan)
     only_host = PlanBuilder()
     only_host.tensor(8, external=True)
     only_host.run("aten::relu(Tensor self) -> Tensor", [{"tensor": 0}], [0], [only_host.tensor(8)])
-    assert not keeps_host(only_host.build(), gpu), "it runs on the GPU as a whole"
+    assert not should_stay_on_cpu(only_host.build(), gpu), "it runs on the GPU as a whole"

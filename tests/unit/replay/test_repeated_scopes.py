@@ -12,9 +12,9 @@ import pytest
 
 from support.plans import PlanBuilder, groups
 from traceloom.errors import UsageError
-from traceloom.workload.replay.folding import Folded, ProgramLine, fold, rename
+from traceloom.workload.replay.folding import FoldedProgram, ProgramLine, find_repeats, rename
 from traceloom.workload.replay.plan import ReplayPlan
-from traceloom.workload.replay.resize import repeated
+from traceloom.workload.replay.resize import repeat_scope
 
 RELU = "aten::relu(Tensor self) -> Tensor"
 SCOPES = ("", "a", "a/b", "b", "layer.0", "layer.0.attention", "layer.01", "b/a")
@@ -50,10 +50,10 @@ def test_each_stretch_of_a_scope_runs_as_often_as_asked(seed: int, wanted: str) 
     nobody = not any(is_inside(op["scope"], wanted) for op in before)
     if nobody and times > 1:
         with pytest.raises(UsageError) as refused:
-            repeated(plan, wanted, times)
+            repeat_scope(plan, wanted, times)
         assert refused.value.slug == "no-such-scope"
         return
-    after = repeated(plan, wanted, times).ranks[0]
+    after = repeat_scope(plan, wanted, times).ranks[0]
     assert after.ops["op"].to_list() == list(range(len(expected)))
     assert after.ops.drop("op").to_dicts() == [{key: op[key] for key in op if key != "op"} for op in expected]
     for row in after.collectives.to_dicts():
@@ -70,7 +70,7 @@ def test_a_scope_with_collectives_is_not_repeated() -> None:
     plan = replace(plan, ranks={0: replace(rank, ops=inside)})
     assert rank.collectives.height
     with pytest.raises(UsageError, match="other ranks would have to repeat too"):
-        repeated(plan, "all", 2)
+        repeat_scope(plan, "all", 2)
 
 
 # -- repeats of a program -----------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def planted(seed: int) -> tuple[list[ProgramLine], int]:
     return lines, len(lines)
 
 
-def run(folded: Folded, outside: list[int]) -> list[tuple[Any, ...]]:
+def run(folded: FoldedProgram, outside: list[int]) -> list[tuple[Any, ...]]:
     """What is done with which values: a value is what made it, so that equal lists are equal programs."""
     out: list[tuple[Any, ...]] = []
 
@@ -120,9 +120,9 @@ def run(folded: Folded, outside: list[int]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_folded_program_does_the_same_in_no_more_lines(seed: int) -> None:
     lines, count = planted(seed)
-    folded = fold(lines)
+    folded = find_repeats(lines)
     outside = [0, 1, 2]
-    assert run(folded, outside) == run(Folded([lines], [0]), outside)
+    assert run(folded, outside) == run(FoldedProgram([lines], [0]), outside)
     assert sum(map(len, folded.bodies)) <= count
     assert len(folded.parameters) == len(folded.bodies)
     # how often each body runs, counted while it does

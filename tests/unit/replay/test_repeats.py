@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from traceloom.workload.replay.folding import Folded, ProgramLine, fold
+from traceloom.workload.replay.folding import FoldedProgram, ProgramLine, find_repeats
 
 
 def layers(layers: int, batches: int, forward: int = 12, backward: int = 15) -> list[ProgramLine]:
@@ -31,7 +31,7 @@ def layers(layers: int, batches: int, forward: int = 12, backward: int = 15) -> 
     return lines
 
 
-def unfolded(folded: Folded, body: int = 0, registers: dict[int, int] | None = None) -> list[tuple[int, ...]]:
+def unfolded(folded: FoldedProgram, body: int = 0, registers: dict[int, int] | None = None) -> list[tuple[int, ...]]:
     """What the folded program does: each line's number and the registers it reads, numbered by when they are made."""
     out: list[tuple[int, ...]] = []
     made = iter(range(10**6, 2 * 10**6))
@@ -52,8 +52,8 @@ def unfolded(folded: Folded, body: int = 0, registers: dict[int, int] | None = N
     return out
 
 
-def as_it_is(lines: list[ProgramLine]) -> Folded:
-    return Folded([lines], [0])
+def as_it_is(lines: list[ProgramLine]) -> FoldedProgram:
+    return FoldedProgram([lines], [0])
 
 
 def outside(lines: list[ProgramLine]) -> dict[int, int]:
@@ -62,7 +62,7 @@ def outside(lines: list[ProgramLine]) -> dict[int, int]:
 
 def test_layers_and_batches_are_blocks() -> None:
     lines = layers(4, 2)
-    folded = fold(lines)
+    folded = find_repeats(lines)
     assert sorted(folded.calls()[1:]) == [2, 8, 8]
     assert unfolded(folded, registers=outside(lines)) == unfolded(as_it_is(lines), registers=outside(lines))
 
@@ -70,13 +70,13 @@ def test_layers_and_batches_are_blocks() -> None:
 def test_equal_names_with_other_registers_are_no_repeat() -> None:
     chain = [ProgramLine(k % 8, (k,), (k + 1,), k) for k in range(16)]
     apart = [ProgramLine(k % 8, (0,), (k + 1,), k) for k in range(16)]
-    assert len(fold([*chain[:8], *apart[8:]]).bodies) == 1
+    assert len(find_repeats([*chain[:8], *apart[8:]]).bodies) == 1
 
 
 def test_programs_without_repeats_stay() -> None:
     lines = [ProgramLine(k, (k,), (k + 1,), k) for k in range(100)]
-    assert fold(lines).bodies == [lines]
-    assert fold([]).bodies == [[]]
+    assert find_repeats(lines).bodies == [lines]
+    assert find_repeats([]).bodies == [[]]
 
 
 def test_folding_changes_nothing_of_what_is_done() -> None:
@@ -91,5 +91,5 @@ def test_folding_changes_nothing_of_what_is_done() -> None:
                 write = last if pick.random() < 0.2 else len(lines) + 1
                 lines.append(ProgramLine(what, reads, (write,), len(lines)))
                 last = write
-        folded = fold(lines)
+        folded = find_repeats(lines)
         assert unfolded(folded, registers=outside(lines)) == unfolded(as_it_is(lines), registers=outside(lines))

@@ -14,7 +14,7 @@ from traceloom.errors import UsageError
 from traceloom.workload.replay.dry_run import dry_run
 from traceloom.workload.replay.plan import RankPlan, ReplayPlan
 from traceloom.workload.replay.planning import make_plan
-from traceloom.workload.replay.resize import repeated, scaled
+from traceloom.workload.replay.resize import repeat_scope, scale_plan
 
 torch = pytest.importorskip("torch")
 VOCABULARY, HEADS = 50, 3
@@ -67,7 +67,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ReplayPlan:
 def test_a_scaled_plan_is_the_plan_of_the_scaled_program(
     sizes: dict[str, int], how: dict[str, Any], base: ReplayPlan, tmp_path: Path
 ) -> None:
-    changed = scaled(base, **how)
+    changed = scale_plan(base, **how)
     changed.check()
     assert calls(changed.ranks[0]) == calls(recorded(tmp_path, **sizes).ranks[0])
     answer = dry_run(changed)[0]
@@ -76,23 +76,23 @@ def test_a_scaled_plan_is_the_plan_of_the_scaled_program(
 
 def test_a_size_that_no_tensor_has_is_refused(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match="no tensor has a dimension of 777"):
-        scaled(base, {777: Fraction(2)})
+        scale_plan(base, {777: Fraction(2)})
 
 
 def test_a_size_that_would_be_no_whole_number_is_refused(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match="no whole number"):
-        scaled(base, {7: Fraction(1, 3)})
+        scale_plan(base, {7: Fraction(1, 3)})
 
 
 def test_an_op_that_does_not_fit_is_named(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match=r"aten::\w+ \(node \d+\) does not fit") as error:
-        scaled(base, {36: Fraction(2)})
+        scale_plan(base, {36: Fraction(2)})
     assert error.value.slug == "cannot-resize"
 
 
 def test_a_plan_without_data_has_no_batch() -> None:
     with pytest.raises(UsageError, match="looks like data"):
-        scaled(small_plan(), batch=Fraction(2))
+        scale_plan(small_plan(), batch=Fraction(2))
 
 
 def test_a_bucket_grows_with_the_gradients_in_it() -> None:
@@ -103,7 +103,7 @@ def test_a_bucket_grows_with_the_gradients_in_it() -> None:
     for part in (first, second):
         build.run("aten::relu_(Tensor(a!) self) -> Tensor(a!)", [{"tensor": 0}], [part], [part])
     build.collective("all_reduce", [bucket], [bucket], bytes=80)
-    plan = scaled(ReplayPlan({0: build.build()}, groups(1)), {6: Fraction(2)}).ranks[0]
+    plan = scale_plan(ReplayPlan({0: build.build()}, groups(1)), {6: Fraction(2)}).ranks[0]
     assert plan.tensors["shape"].to_list() == [[32], [2, 12], [8]]
     assert plan.tensors["offset"].to_list() == [0, 0, 24]
     assert plan.collectives["bytes"].to_list() == [128]
@@ -114,9 +114,9 @@ def test_a_scope_is_repeated(base: ReplayPlan) -> None:
     scoped = ReplayPlan({0: small_plan().ranks[0]}, groups(1))
     ops = scoped.ranks[0].ops.with_columns(scope=scoped.ranks[0].ops["name"])
     scoped.ranks[0] = RankPlan(**{**vars(scoped.ranks[0]), "ops": ops})
-    thrice = repeated(scoped, "aten::relu", 3).ranks[0]
+    thrice = repeat_scope(scoped, "aten::relu", 3).ranks[0]
     assert thrice.ops["name"].to_list() == ["aten::mm", "aten::relu", "aten::relu", "aten::relu"]
     assert thrice.storages["last_op"].to_list() == [0, 0, 3, 3]
     with pytest.raises(UsageError, match="no op is in a scope"):
-        repeated(scoped, "nobody", 2)
+        repeat_scope(scoped, "nobody", 2)
     assert rank.ops.height > 10

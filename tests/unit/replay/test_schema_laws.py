@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.workload.replay.schema import NAMESPACES, ValueType, parse_schema, refusal
+from traceloom.workload.replay.schema import NAMESPACES, ValueType, find_refusal, parse_schema
 
 BASES = ("Tensor", "int", "SymInt", "float", "bool", "Scalar", "str", "ScalarType", "Device", "Generator")
 DEFAULTS: dict[str, list[tuple[str, Any]]] = {
@@ -81,10 +81,10 @@ def test_every_part_of_a_schema_is_read(seed: int) -> None:
     # And what may run is said by these parts alone.
     has_tensor = "Tensor" in returned or any(argument.base == "Tensor" for argument in arguments)
     has_text = any(argument.base == "str" for argument in arguments)
-    assert (refusal(schema) is None) == (has_tensor and not has_text)
-    elsewhere = refusal(parse_schema(text.replace("aten::", "mine::")))
+    assert (find_refusal(schema) is None) == (has_tensor and not has_text)
+    elsewhere = find_refusal(parse_schema(text.replace("aten::", "mine::")))
     assert elsewhere is not None
     assert elsewhere.slug == "custom-op"
     assert "mine" not in NAMESPACES
-    allowed_there = refusal(parse_schema(text.replace("aten::", "mine::")), frozenset({"mine"}))
+    allowed_there = find_refusal(parse_schema(text.replace("aten::", "mine::")), frozenset({"mine"}))
     assert (allowed_there is None) == (has_tensor and not has_text)

@@ -15,7 +15,7 @@ import pytest
 
 from support.plans import PlanBuilder, groups, small_plan
 from traceloom.errors import UsageError
-from traceloom.workload.replay.contents import filled
+from traceloom.workload.replay.contents import generate_content
 from traceloom.workload.replay.plan import ITEM_BYTES, RankPlan, ReplayPlan
 from traceloom.workload.replay.script import write_script, write_worst
 
@@ -70,7 +70,7 @@ def run_by_hand(plan: RankPlan, seed: int = 0) -> dict[int, Any]:
         if storage["external"]:
             dtype = getattr(torch, row["dtype"])
             elements = storage["bytes"] // ITEM_BYTES[row["dtype"]]
-            whole = filled(elements, dtype, storage["content"], seed=seed + row["storage"])
+            whole = generate_content(elements, dtype, storage["content"], seed=seed + row["storage"])
             registers[row["tensor"]] = whole.as_strided(row["shape"], row["strides"], row["offset"])
     for op in plan.ops.to_dicts():
         schema, text = plan.calls.row(op["call"])[2:4]

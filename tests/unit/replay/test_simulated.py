@@ -67,7 +67,7 @@ def test_why_there_is_no_simulation_is_said(tmp_path: Path) -> None:
     for answer in (without_steps, of_plan):
         assert answer.ranks.height == 0
         assert replay.build(compare_replay(timed_plan(), ran(), answer))["simulated"] == []
-        (said, *_) = replay.limits(compare_replay(timed_plan(), ran(), answer))
+        (said, *_) = replay.describe_limits(compare_replay(timed_plan(), ran(), answer))
         assert said == f"It was not simulated on {answer.machine}: {answer.absent}."
 
 
@@ -92,7 +92,7 @@ def test_the_answer_says_how_far_simulation_and_replay_are_apart(tmp_path: Path)
     assert "Beside its simulation" in replay.render(document, comparison)
     assert any("Beside its simulation" in line.plain for line in render_terminal(document, 100))
     at_recorded = replace(comparison, pace="recorded")
-    assert "the same ops with the host's gaps" in replay.sentence(at_recorded)
+    assert "the same ops with the host's gaps" in replay.describe_replay(at_recorded)
 
 
 def test_sizes_that_were_not_recorded_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

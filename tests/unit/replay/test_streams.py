@@ -11,7 +11,7 @@ from support.plans import PlanBuilder
 
 torch = pytest.importorskip("torch")
 
-from traceloom.workload.replay.running import Execution, RunOptions, run_passes  # noqa: E402
+from traceloom.workload.replay.running import PlanRunner, RunOptions, run_passes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NEG = "aten::neg(Tensor self) -> Tensor"
@@ -53,9 +53,9 @@ def test_events_stand_where_work_changes_hands(monkeypatch: pytest.MonkeyPatch) 
     )  # fmt: skip
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream}"))
-    execution = Execution(two_streams().build(), torch.device("meta"), RunOptions())
+    execution = PlanRunner(two_streams().build(), torch.device("meta"), RunOptions())
     log.clear()
-    execution.once(recorded=True)
+    execution.run_pass(is_recording=True)
     assert log == [
         "done",
         "on s7", "record a on s7",
@@ -88,21 +88,21 @@ def test_memory_is_kept_for_the_stream_of_the_next_op_that_uses_it(monkeypatch: 
     )  # fmt: skip
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
-    execution = Execution(build.build(), torch.device("meta"), RunOptions(strict=True))
+    execution = PlanRunner(build.build(), torch.device("meta"), RunOptions(strict=True))
     assert execution.stand_ins.height == 0
     kept.clear()
-    execution.once(recorded=True)
+    execution.run_pass(is_recording=True)
     # What keeps the batch for the stream that uses it, before it runs there; the op itself; that of the other tensor,
     # for which there is only the current stream.
     assert kept == ["s7", "s7", "s7"]
-    (on_cpu,) = Execution(build.build(), torch.device("cpu"), RunOptions()).stand_ins["reason"].unique().to_list()
+    (on_cpu,) = PlanRunner(build.build(), torch.device("cpu"), RunOptions()).stand_ins["reason"].unique().to_list()
     assert on_cpu == "no-gpu"
 
 
 def test_a_plan_of_two_streams_runs_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    execution = Execution(two_streams().build(), torch.device("cuda", 0), RunOptions(strict=True))
+    execution = PlanRunner(two_streams().build(), torch.device("cuda", 0), RunOptions(strict=True))
     replayed = run_passes(execution, RunOptions(iterations=3))
     assert len(replayed.iteration_ns) == 3
     assert replayed.peak_bytes >= 4 * 64 * 4

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from traceloom.workload.replay.binding import bind  # noqa: E402
+from traceloom.workload.replay.binding import bind_call  # noqa: E402
 
 pytestmark = pytest.mark.torch
 T = [{"tensor": number} for number in range(12)]
@@ -18,7 +18,7 @@ T = [{"tensor": number} for number in range(12)]
 def called(name: str, arguments: list[Any], inputs: list[Any]) -> Any:
     packet, _, overload = name.partition(".")
     schema = str(getattr(getattr(torch.ops.aten, packet), overload or "default")._schema)
-    return bind(schema, json.dumps(arguments), "cpu")(inputs)
+    return bind_call(schema, json.dumps(arguments), "cpu")(inputs)
 
 
 def a(*shape: int, seed: int = 0) -> Any:

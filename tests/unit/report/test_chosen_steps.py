@@ -13,7 +13,7 @@ from support.reports import check_report
 from traceloom.errors import UsageError
 from traceloom.report import ReportOptions, build, selected
 from traceloom.testing import TraceBuilder
-from traceloom.trace.batch import cut
+from traceloom.trace.batch import cut_trace_to_steps
 from traceloom.trace.session import Session
 
 STEPS = 5
@@ -116,7 +116,7 @@ def test_a_step_has_the_same_figures_alone_and_in_the_whole(step: int) -> None:
 @pytest.mark.parametrize("chosen", [(0, 0), (1, 3), (4, 4)])
 def test_a_cut_trace_is_a_whole_trace_of_its_own(chosen: tuple[int, int]) -> None:
     session, rows = made(1)
-    part = cut(session.traces[0], chosen)
+    part = cut_trace_to_steps(session.traces[0], chosen)
     part.check()
     assert part.events["event"].to_list() == list(range(part.events.height))
     assert sum(part.lanes["events"]) == part.events.height

@@ -12,8 +12,8 @@ from support.reports import check_schema
 from traceloom import analyze
 from traceloom.analyze.matched_collectives import match_collectives
 from traceloom.report import ReportOptions, build
-from traceloom.report.figure import blocks, heat_map
-from traceloom.report.sections import every
+from traceloom.report.figure import draw_heat_map, pick_block_character
+from traceloom.report.sections import load_extra_sections
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
@@ -66,7 +66,7 @@ def test_sums_of_the_document_close(job: Session) -> None:
 
 def test_pictures_hold_a_cell_per_rank_and_step(job: Session) -> None:
     made = document(job)
-    by_key = {section.key: section for section in every()}
+    by_key = {section.key: section for section in load_extra_sections()}
     heat = by_key["across_ranks"].picture(made["across_ranks"])
     assert heat.count("<use") == 8 * 2
     assert "rank 3, step 1: others waited" in heat
@@ -128,11 +128,11 @@ def test_calls_without_a_partner_are_shown_with_the_reason() -> None:
 
 
 def test_blocks_and_maps_of_nothing() -> None:
-    assert [blocks(value, 100) for value in (0, 5, 25, 50, 75, 100)] == ["·", "·", "░", "▒", "▓", "█"]
-    assert blocks(5, 0) == "·"
-    assert heat_map({}, [], [], {}, titles=("a", "b")) == ""
-    assert heat_map({(0, 0): 0.0}, [0], [0], {}, titles=("a", "b")) == ""
-    assert "<title>&lt;b&gt;</title>" in heat_map({(0, 0): 1.0}, [0], [0], {(0, 0): "<b>"}, titles=("a", "b"))
+    assert [pick_block_character(value, 100) for value in (0, 5, 25, 50, 75, 100)] == ["·", "·", "░", "▒", "▓", "█"]
+    assert pick_block_character(5, 0) == "·"
+    assert draw_heat_map({}, [], [], {}, titles=("a", "b")) == ""
+    assert draw_heat_map({(0, 0): 0.0}, [0], [0], {}, titles=("a", "b")) == ""
+    assert "<title>&lt;b&gt;</title>" in draw_heat_map({(0, 0): 1.0}, [0], [0], {(0, 0): "<b>"}, titles=("a", "b"))
 
 
 def test_sections_compare_the_ranks_once(job: Session, monkeypatch: pytest.MonkeyPatch) -> None:

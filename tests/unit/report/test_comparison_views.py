@@ -26,10 +26,10 @@ from traceloom.report import verdict as verdict_markdown
 from traceloom.report import verdict as verdict_page
 from traceloom.report import verdict as verdict_tables
 from traceloom.report import verdict as verdict_terminal
-from traceloom.report.comparison import tables as declared
+from traceloom.report.comparison import build_tables as declared
 from traceloom.report.views import markdown
 from traceloom.report.views.files import encode
-from traceloom.report.views.terminal_table import signed_bar
+from traceloom.report.views.terminal_table import draw_signed_bar
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.testing import TraceBuilder
@@ -224,7 +224,7 @@ def test_a_bar_from_the_middle_is_on_its_side_and_no_longer_than_the_longest(
     difference: int, others: int, width: int
 ) -> None:
     largest = max(abs(difference), others)
-    bar = signed_bar(difference, largest, width).plain
+    bar = draw_signed_bar(difference, largest, width).plain
     half = (width - 1) // 2
     assert len(bar) == 2 * half + 1
     left, line, right = bar[:half], bar[half], bar[half + 1 :]
@@ -263,7 +263,7 @@ def checked(**changes: Any) -> Document:
 def test_a_change_has_its_sign_and_the_unit_of_its_measure(
     amount: float | None, measure: str, relative: bool, text: str
 ) -> None:
-    assert verdict_tables.change(amount, {"relative": relative, "measure": measure}) == text
+    assert verdict_tables.format_change(amount, {"relative": relative, "measure": measure}) == text
 
 
 @pytest.mark.parametrize(
@@ -277,19 +277,19 @@ def test_a_change_has_its_sign_and_the_unit_of_its_measure(
     ],
 )
 def test_an_amount_has_the_unit_of_its_measure(amount: float | None, measure: str, text: str) -> None:
-    assert verdict_tables.value(amount, measure) == text
+    assert verdict_tables.format_amount(amount, measure) == text
 
 
 def test_reasons_say_what_a_reader_must_know_about_the_samples() -> None:
     document = compared("a run")[1]
-    told = " ".join(verdict_tables.reasons(document))
+    told = " ".join(verdict_tables.list_reasons(document))
     assert "Within one run only" in told
     assert "not comparable: other device" in told
     assert "step_time is of recorded steps" in told
     assert "how many runs show a change of 5.0 % is not known" in told
     pairs = checked(sample="pairs of runs", reason="", source="wall times")
     pairs["power"] = [{"condition": "x", "effect": 0.05, "runs": 4, "scatter": 0.01, "reason": ""}]
-    told = " ".join(verdict_tables.reasons(pairs))
+    told = " ".join(verdict_tables.list_reasons(pairs))
     assert "Runs of both sides took turns" in told
     assert "Within one run" not in told
     assert "a change of 5.0 % is found eight times of ten with 4 runs a side (a run scatters by 1.0 %)" in told
@@ -297,7 +297,7 @@ def test_reasons_say_what_a_reader_must_know_about_the_samples() -> None:
 
 def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
     known = checked(verdict="fail", change=0.1, low=0.08, high=0.12, effect_size=3.456, reason="")
-    row = next(iter(verdict_tables.tables(known))).rows[0]
+    row = next(iter(verdict_tables.build_tables(known))).rows[0]
     assert row["interval"] == "+8.00 % to +12.00 %"
     assert row["effect"] == "+3.46"
     for shown in (
@@ -307,7 +307,7 @@ def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
     ):
         assert "+8.00 % to +12.00 %" in shown
         assert "+10.00 %" in shown
-    unknown = next(iter(verdict_tables.tables(checked()))).rows[0]
+    unknown = next(iter(verdict_tables.build_tables(checked()))).rows[0]
     assert (unknown["interval"], unknown["effect"]) == ("–", "–")
 
 
@@ -355,7 +355,7 @@ def test_names_of_strangers_are_text_in_a_verdict() -> None:
 
 @given(st.floats(-20, 20, allow_nan=False))
 def test_a_change_is_written_with_its_sign_and_read_back(fraction: float) -> None:
-    text = units.change(fraction)
+    text = units.format_change(fraction)
     assert (text[0] in "+-") == (fraction != 0)
     if not 0.999 < abs(fraction) < 1:  # which is written as 99.9 %, so that 100 % is exact
         assert figure(text).holds(fraction), text

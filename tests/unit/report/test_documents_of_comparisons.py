@@ -47,7 +47,9 @@ def test_verdicts_and_baselines_are_of_their_type() -> None:
             check_document(verdict.build(judged, *named, strict=True, effect=effect), VerdictDocument)
     summary = gate_summary
     rows = [
-        baselines.row("main", summary.Baseline(summary.FORMAT, summary.VERSION, "0.0.0", "main", 1, runs))
+        baselines.build_baseline_row(
+            "main", summary.Baseline(summary.FORMAT, summary.VERSION, "0.0.0", "main", 1, runs)
+        )
         for runs in (base, [gate_summary.summarise(no_steps())])
     ]
     check_document({"store": "here", "baselines": rows}, BaselinesDocument)

@@ -19,7 +19,7 @@ from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, paral
 from support.public_traces import DATA
 from support.sessions import serving_ranks
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import KEYS, core, every
+from traceloom.report.sections import EXTRA_KEYS, load_core_sections, load_extra_sections
 from traceloom.report.sections.section import Section
 from traceloom.system import units
 from traceloom.testing.trace_builder import TraceBuilder
@@ -223,9 +223,9 @@ def data_loading(job: Ranks) -> Iterator[str]:
     waits = {rank: found for rank, found in waits.items() if found}
     waited = sum(event["ns"] for found in waits.values() for event in found)
     steps = sum(step["ns"] for rank in waits for step in job.raw[rank].steps)
-    yield f"{units.duration(waited)} waited for data in {sum(map(len, waits.values()))} batches"
-    yield f"({units.share(waited, steps)} of the steps)"
-    yield f"the longest wait took {units.duration(max(event['ns'] for found in waits.values() for event in found))}"
+    yield f"{units.format_duration(waited)} waited for data in {sum(map(len, waits.values()))} batches"
+    yield f"({units.format_share(waited, steps)} of the steps)"
+    yield f"the longest wait took {units.format_duration(max(event['ns'] for found in waits.values() for event in found))}"
     if len(waits) == 1:
         yield f"batches of rank {next(iter(waits))} "
     # at least a twentieth of the step, and the GPU idle in half of it
@@ -245,8 +245,8 @@ def steps(job: Ranks) -> Iterator[str]:
     count = len(job.raw[0].steps)
     number = "1 whole step" if count == 1 else f"{count} whole steps"
     low, high = min(medians), max(medians)
-    yield f"{number} of each of {RANKS} ranks; median {units.duration(low)} (rank {medians.index(low)}) to "
-    yield f"{units.duration(high)} (rank {medians.index(high)})"
+    yield f"{number} of each of {RANKS} ranks; median {units.format_duration(low)} (rank {medians.index(low)}) to "
+    yield f"{units.format_duration(high)} (rank {medians.index(high)})"
 
 
 def per_step(job: Ranks) -> Iterator[str]:
@@ -259,9 +259,9 @@ def per_step(job: Ranks) -> Iterator[str]:
     name, rank = max(sums, key=lambda key: sum(sums[key]))
     times = sums[name, rank]
     yield f"{name[:12]}"
-    yield f" of rank {rank}: {units.duration(round(sum(times) / len(times)))} per step"
+    yield f" of rank {rank}: {units.format_duration(round(sum(times) / len(times)))} per step"
     if min(times) < max(times):
-        yield f"({units.duration(min(times))} to {units.duration(max(times))})"
+        yield f"({units.format_duration(min(times))} to {units.format_duration(max(times))})"
 
 
 def kinds(job: Ranks) -> Iterator[str]:
@@ -275,7 +275,7 @@ def kinds(job: Ranks) -> Iterator[str]:
             sums[next((kind for kind, is_kind in names.items() if is_kind), "")] += event["ns"]
     whole = sum(sums.values())
     for kind, ns in sums.most_common(3 if job is not dlrm() else 1):
-        yield f"{kind} {units.share(ns, whole)}"
+        yield f"{kind} {units.format_share(ns, whole)}"
     yield "of the GPU work"
 
 
@@ -297,13 +297,13 @@ def kernel_shapes(job: Ranks) -> Iterator[str]:
     rank, name, _ = max(sums, key=lambda key: sums[key])
     yield f"the largest is {name}"
     largest = max(sums.values())
-    yield f": {units.share(largest, sum(event['ns'] for event in job.raw[rank].work))} of the GPU work of rank {rank}"
+    yield f": {units.format_share(largest, sum(event['ns'] for event in job.raw[rank].work))} of the GPU work of rank {rank}"
 
 
 def copies(job: Ranks) -> Iterator[str]:
     made = [event for raw in job.raw for event in raw.select("gpu_memcpy")]
-    yield f"{units.size(sum(event['args']['bytes'] for event in made))} in {len(made)} copies"
-    yield f"took {units.duration(sum(event['ns'] for event in made))}"
+    yield f"{units.format_size(sum(event['args']['bytes'] for event in made))} in {len(made)} copies"
+    yield f"took {units.format_duration(sum(event['ns'] for event in made))}"
     yield f"{sum('Pageable' in event['name'] for event in made)} of them from or to pageable memory"
 
 
@@ -325,19 +325,19 @@ def critical_path(job: Ranks) -> Iterator[str]:
     if count > 1:  # one late loader, which all ranks wait for
         said = sentence(job, "critical_path")
         number = next(n for n in range(count) if f"of step {n}:" in said)
-        yield f"what decides the {units.duration(lengths[number])} of step {number}: "
-        yield f"waiting for data {units.share(loading[number], lengths[number])}"
+        yield f"what decides the {units.format_duration(lengths[number])} of step {number}: "
+        yield f"waiting for data {units.format_share(loading[number], lengths[number])}"
     else:
         last = max(range(RANKS), key=lambda rank: began[0][rank])
         late = began[0][last] - min(began[0])
-        yield f"what decides the {units.duration(lengths[0])} of step "
-        yield f"before rank {last} began {units.share(late, lengths[0])}"
+        yield f"what decides the {units.format_duration(lengths[0])} of step "
+        yield f"before rank {last} began {units.format_share(late, lengths[0])}"
 
 
 def idle_gaps(job: Ranks) -> Iterator[str]:
     gaps = [(b[0] - a[1], rank) for rank, raw in enumerate(job.raw) for a, b in pairwise(union(raw.work))]
     longest, rank = max(gaps)
-    yield f"the longest gap is {units.duration(longest)} of rank {rank}, "
+    yield f"the longest gap is {units.format_duration(longest)} of rank {rank}, "
 
 
 def launches(job: Ranks) -> Iterator[str]:
@@ -354,8 +354,8 @@ def launches(job: Ranks) -> Iterator[str]:
         latencies.append(median(latency for _, _, latency in pairs))
         short += sum(event["ns"] < call["ns"] for event, call, _ in pairs if event["cat"] == "kernel")
         kernels += len(raw.select("kernel"))
-    yield f"median launch latency of rank {latencies.index(max(latencies))}: {units.duration(round(max(latencies)))}"
-    yield f"{units.count(short)} of {units.count(kernels)} kernels are shorter than their launch call"
+    yield f"median launch latency of rank {latencies.index(max(latencies))}: {units.format_duration(round(max(latencies)))}"
+    yield f"{units.format_count(short)} of {units.format_count(kernels)} kernels are shorter than their launch call"
 
 
 def flame(job: Ranks) -> Iterator[str]:
@@ -375,7 +375,7 @@ def flame(job: Ranks) -> Iterator[str]:
         functions = {name: ns for name, ns in own.items() if "ProfilerStep" not in name}
         name = max(functions, key=lambda key: functions[key])
         best = max(best, (functions[name], rank, name))
-    yield f"the main thread of rank {best[1]} spends the most time of its own, {units.duration(best[0])}, in {best[2]}"
+    yield f"the main thread of rank {best[1]} spends the most time of its own, {units.format_duration(best[0])}, in {best[2]}"
 
 
 def blocking_calls(job: Ranks) -> Iterator[str]:
@@ -388,8 +388,8 @@ def blocking_calls(job: Ranks) -> Iterator[str]:
             if "Synchronize" in event["name"] or event["args"]["correlation"] in copied:
                 op = next((op["name"] for op in ops if around(op, event)), "")
                 waits[op, event["name"]] += event["ns"]
-    yield f"{units.duration(sum(waits.values()))} of host time in calls that wait"
-    yield f"{units.share(max(waits.values()), sum(waits.values()))} of it for "
+    yield f"{units.format_duration(sum(waits.values()))} of host time in calls that wait"
+    yield f"{units.format_share(max(waits.values()), sum(waits.values()))} of it for "
     (longest, _), *_ = waits.most_common(1)
     yield ", ".join(longest)
 
@@ -416,8 +416,8 @@ def threads(job: Ranks) -> Iterator[str]:
             none += (time - at) * (active == 0)
             several += (time - at) * (active > 1)
             at, active = time, active + by
-    yield f"{count} threads; none is active {units.share(none, window)} of the time"
-    yield f"several at once {units.share(several, window)}"
+    yield f"{count} threads; none is active {units.format_share(none, window)} of the time"
+    yield f"several at once {units.format_share(several, window)}"
 
 
 def collectives(job: Ranks) -> Iterator[str]:
@@ -428,13 +428,13 @@ def collectives(job: Ranks) -> Iterator[str]:
                                                                       and not nccl(e)))
         for raw, rank in zip(job.raw, work, strict=True) for event in rank
     )  # fmt: skip
-    yield f"{sum(map(len, work))} calls, {units.duration(whole)} over all ranks, {units.share(exposed, whole)} of it exposed"
+    yield f"{sum(map(len, work))} calls, {units.format_duration(whole)} over all ranks, {units.format_share(exposed, whole)} of it exposed"
     if job is not dlrm():
         sizes: Counter[tuple[str, int]] = Counter()
         for event in (event for rank in work for event in rank):
             sizes[event["args"]["Collective name"].replace("allreduce", "all_reduce"), sent_bytes(event)] += event["ns"]
         (kind, size), ns = sizes.most_common(1)[0]
-        yield f"most in {kind} of {units.size(size)} ({units.duration(ns)})"
+        yield f"most in {kind} of {units.format_size(size)} ({units.format_duration(ns)})"
 
 
 def sent_bytes(event: Event) -> int:
@@ -457,7 +457,7 @@ def rank_matrix(job: Ranks) -> Iterator[str]:
             for other in set(members) - {rank}:
                 sent[rank, other] += sent_bytes(event) * 2 / len(members)
     source, target = max(sorted(sent), key=lambda pair: sent[pair])
-    size = units.size(round(sent[source, target]))
+    size = units.format_size(round(sent[source, target]))
     yield f"most goes from rank {source} to rank {target} ({size}); 0 % of all bytes is recorded"
 
 
@@ -472,7 +472,7 @@ def across_ranks(job: Ranks) -> Iterator[str]:
             many[group] += 1
     waited = sum(max(starts) - start for starts in meetings.values() for start in starts)
     whole = sum(event["ns"] for raw in job.raw for event in filter(nccl, raw.work))
-    yield f"{units.share(waited, whole)} of {units.duration(whole)} in joined collectives is waiting for other ranks"
+    yield f"{units.format_share(waited, whole)} of {units.format_duration(whole)} in joined collectives is waiting for other ranks"
     if job in (training(), uneven()):
         yield f"goes back to rank {3 if job is training() else 5}, mostly because of: the host waited for or made the next"
     else:
@@ -487,7 +487,7 @@ def slow_steps(job: Ranks) -> Iterator[str]:
     deviation = 1.4826 * median(abs(length - middle) for length in lengths)
     slow = [length > middle + max(3.5 * deviation, 0.02 * middle) for length in lengths]
     worst = lengths.index(max(lengths))
-    yield f"{sum(slow)} of {len(lengths)} steps; step {worst} takes {units.duration(max(lengths) - int(middle))} longer"
+    yield f"{sum(slow)} of {len(lengths)} steps; step {worst} takes {units.format_duration(max(lengths) - int(middle))} longer"
 
     def more(of: Callable[[Raw], list[Interval]]) -> list[int]:
         """What each rank spent more than usual in that step."""
@@ -499,7 +499,7 @@ def slow_steps(job: Ranks) -> Iterator[str]:
 
     if job is stages():
         computed = more(lambda raw: raw.computing)
-        yield f", mostly compute of rank {computed.index(max(computed))} (+{units.duration(max(computed))})"
+        yield f", mostly compute of rank {computed.index(max(computed))} (+{units.format_duration(max(computed))})"
     else:
         busy = more(lambda raw: union(raw.work))
         yield f", mostly host unobserved of rank {busy.index(min(busy))} (+"
@@ -536,8 +536,8 @@ def graph_launches(job: Ranks) -> Iterator[str]:
         replays += len(calls)
         odd += sum(raw.step_of(event) == 2 for event in raw.select("cuda_runtime", name="GraphLaunch"))
         work += sum(event["ns"] for event in raw.work if event["args"].get("correlation") in calls)
-    yield f"{units.count(replays)} replays of "
-    yield f" hold {units.duration(work)} of GPU work; {odd} of them deviate"
+    yield f"{units.format_count(replays)} replays of "
+    yield f" hold {units.format_duration(work)} of GPU work; {odd} of them deviate"
 
 
 def patterns(job: Ranks) -> Iterator[str]:
@@ -560,8 +560,8 @@ def patterns(job: Ranks) -> Iterator[str]:
                 inside += sum(event["ns"] for event in stream[at : at + len(names)]) * found
                 at += len(names) if found else 1
     whole = sum(event["ns"] for raw in raws for event in raw.work)
-    yield f"a sequence of {len(names)} kernels occurs {units.count(count)} times"
-    yield f"holds {units.share(inside, whole)} of {'the GPU' if rank is None else 'its'}"
+    yield f"a sequence of {len(names)} kernels occurs {units.format_count(count)} times"
+    yield f"holds {units.format_share(inside, whole)} of {'the GPU' if rank is None else 'its'}"
 
 
 def pipeline(job: Ranks) -> Iterator[str]:
@@ -581,9 +581,9 @@ def pipeline(job: Ranks) -> Iterator[str]:
             alone = overlap(others, inner) - overlap(hidden, inner)
             windows[rank] += high - low
             bubbles[rank] += high - low - total(computing[rank]) - alone
-    yield f"2 pipelines of 4 stages; {units.share(sum(bubbles), sum(windows))} of their time is bubbles"
+    yield f"2 pipelines of 4 stages; {units.format_share(sum(bubbles), sum(windows))} of their time is bubbles"
     worst = max(range(RANKS), key=lambda rank: bubbles[rank] / windows[rank])
-    yield f"most on rank {worst} (stage {worst // 2}, {units.share(bubbles[worst], windows[worst])})"
+    yield f"most on rank {worst} (stage {worst // 2}, {units.format_share(bubbles[worst], windows[worst])})"
 
 
 def roofline(job: Ranks) -> Iterator[str]:
@@ -591,17 +591,17 @@ def roofline(job: Ranks) -> Iterator[str]:
     flops = sum(2 * 64 * (rank + 1) * 128 * 32 for rank in range(RANKS)) / RANKS
     work = [event for raw in job.raw for event in raw.work]
     modelled = sum(event["ns"] for event in work if event["name"] == "gemm")
-    yield f"{units.flops(flops)} per step of a rank"
-    yield f"models cover {units.share(modelled, sum(event['ns'] for event in work))} of the GPU work"
+    yield f"{units.format_flops(flops)} per step of a rank"
+    yield f"models cover {units.format_share(modelled, sum(event['ns'] for event in work))} of the GPU work"
 
 
 def compiled(job: Ranks) -> Iterator[str]:
     graphs = sum(event["ns"] for raw in job.raw for event in raw.select("cpu_op", name="CompiledFunction"))
     compiling = [event["ns"] for raw in job.raw for event in raw.select("cpu_op", name="_compile")]
     inner = sum(len(raw.select("cpu_op", name="Region: 1/0")) for raw in job.raw)
-    yield f"compiled graphs take {units.duration(graphs)} of host time"
+    yield f"compiled graphs take {units.format_duration(graphs)} of host time"
     yield f"{inner} graph breaks"
-    yield f"{len(compiling)} compilations take {units.duration(sum(compiling))}"
+    yield f"{len(compiling)} compilations take {units.format_duration(sum(compiling))}"
 
 
 def counters(job: Ranks) -> Iterator[str]:
@@ -609,14 +609,14 @@ def counters(job: Ranks) -> Iterator[str]:
 
 
 def memory_owners(job: Ranks) -> Iterator[str]:
-    yield f"of the {units.size(2 * 1_000_000 * RANKS)} that cuda:0 of rank {RANKS - 1} holds at its peak, "
+    yield f"of the {units.format_size(2 * 1_000_000 * RANKS)} that cuda:0 of rank {RANKS - 1} holds at its peak, "
 
 
 def inference(job: Ranks) -> Iterator[str]:
     work = [event["ns"] for raw in job.raw for event in raw.work]
-    yield f"{len(work)} decode steps of {RANKS} ranks of {units.duration(round(sum(work) / len(work)))} (at most 1.00 ms"
+    yield f"{len(work)} decode steps of {RANKS} ranks of {units.format_duration(round(sum(work) / len(work)))} (at most 1.00 ms"
     rates = [12e9 / (max(e["end"] for e in raw.events) - min(e["start"] for e in raw.events)) for raw in job.raw]
-    low, high = units.number(min(rates)), units.number(max(rates))
+    low, high = units.format_number(min(rates)), units.format_number(max(rates))
     yield f"{low} to {high} generated tokens per second on each rank"
 
 
@@ -639,16 +639,20 @@ TRUTHS: list[tuple[Callable[[], Ranks], str, Truth]] = [
 
 @cache
 def document(job: Ranks) -> dict[str, Any]:
-    return build(job.session, ReportOptions(only=KEYS))
+    return build(job.session, ReportOptions(only=EXTRA_KEYS))
 
 
 def sentence(job: Ranks, key: str) -> str:
-    section = next(each for each in (*core(), *every()) if each.key == key)
+    section = next(each for each in (*load_core_sections(), *load_extra_sections()) if each.key == key)
     return section.summary(section.value(document(job))) or ""
 
 
 def test_every_section_with_a_sentence_is_here() -> None:
-    with_sentence = {each.key for each in (*core(), *every()) if type(each).summary is not Section.summary}
+    with_sentence = {
+        each.key
+        for each in (*load_core_sections(), *load_extra_sections())
+        if type(each).summary is not Section.summary
+    }
     assert {key for _, key, _ in TRUTHS} == with_sentence
 
 

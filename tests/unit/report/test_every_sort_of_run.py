@@ -18,10 +18,10 @@ from support.sessions import EVIL, SORTS, empty, enormous, hostile, made, page, 
 from traceloom.report import SORT_KEYS, ReportOptions, build
 from traceloom.report.exports import speedscope
 from traceloom.report.exports.perfetto import write as write_perfetto
-from traceloom.report.sections import CORE, CORE_KEYS, FINDINGS, KEYS, NAMES
+from traceloom.report.sections import CORE, CORE_KEYS, EXTRA_KEYS, FINDINGS, SECTION_NAMES
 from traceloom.report.views import terminal
 from traceloom.report.views.files import encode
-from traceloom.report.views.markdown import Shown
+from traceloom.report.views.markdown import DisplayedReport
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import render_report_page as html
 from traceloom.report.views.terminal import render
@@ -33,7 +33,7 @@ Sort = Callable[[], Session]
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 LOOSE = re.compile(r"<(?![a-zA-Z/!])")
 SCRIPTS = re.compile(r"<(script|style).*?</\1>", re.DOTALL)
-FULL = ReportOptions(only=NAMES, top=1_000)
+FULL = ReportOptions(only=SECTION_NAMES, top=1_000)
 TABLES = ("kernels", "operators", "modules", "communication", "copies", "launches", "kinds", "threads", "per_step")
 every_sort = pytest.mark.parametrize("sort", SORTS, ids=lambda sort: sort.__name__)
 
@@ -79,7 +79,7 @@ def test_the_brief_report_fits_a_screen_and_begins_with_the_answer(sort: Sort) -
 @every_sort
 def test_a_section_that_is_asked_for_shows_something_or_says_why_not(sort: Sort) -> None:
     document = made(sort)[1]
-    for key in (*CORE_KEYS, *KEYS):
+    for key in (*CORE_KEYS, *EXTRA_KEYS):
         shown = [line.plain for line in render(document, ReportOptions(only=(key,)), 80)]
         body = " ".join(shown[4:])
         assert len(body.strip()) > 20, key
@@ -171,7 +171,7 @@ def test_the_sentence_of_the_answer_is_the_same_in_every_view(sort: Sort) -> Non
     sentence = sanitize(document["answer"]["sentence"])
     assert sentence in elements(sort).shown.replace("\u202f%", " %")
     assert sentence in of_markdown(markdown(document, ReportOptions())).shown
-    assert sentence in Elements(Shown(document, ReportOptions())._repr_html_()).shown
+    assert sentence in Elements(DisplayedReport(document, ReportOptions())._repr_html_()).shown
 
 
 @every_sort
@@ -228,7 +228,7 @@ def test_names_of_strangers_are_spelled_in_the_page_and_on_the_terminal() -> Non
 
 def test_the_notebook_shows_names_as_text_and_bars_that_fill_their_row() -> None:
     document = made(several_devices)[1]
-    found = Elements(Shown(document, ReportOptions(top=2))._repr_html_())
+    found = Elements(DisplayedReport(document, ReportOptions(top=2))._repr_html_())
     widths = [re.search(r"width:([\d.]+)%", value or "") for _, name, value in found.attributes if name == "style"]
     shares = [float(width[1]) for width in widths if width]
     assert len(shares) == 4 * 2
@@ -236,7 +236,7 @@ def test_the_notebook_shows_names_as_text_and_bars_that_fill_their_row() -> None
     assert sum(shares[4:]) == pytest.approx(100, abs=0.01)
     rows = found.tags["tr"] - 2  # two tables with a heading each
     assert rows == 4
-    evil = Elements(Shown(made(hostile)[1], ReportOptions())._repr_html_())
+    evil = Elements(DisplayedReport(made(hostile)[1], ReportOptions())._repr_html_())
     assert evil.tags["img"] == evil.tags["script"] == 0
     assert not STEERS.search(evil.shown)
 
@@ -246,7 +246,7 @@ def test_a_report_at_a_prompt_says_that_a_narrow_terminal_is_too_narrow(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = repr(Shown(made(several_devices)[1], ReportOptions())).splitlines()
+    shown = repr(DisplayedReport(made(several_devices)[1], ReportOptions())).splitlines()
     assert ("This needs 60" in " ".join(shown)) == (columns < 60)
     assert max(map(len, shown)) <= max(60, min(columns, 140))
 
@@ -285,7 +285,7 @@ def test_hours_and_exabytes_are_written_with_the_largest_unit() -> None:
 def test_parts_that_are_left_out_say_so_and_only_these() -> None:
     document = build(made(several_devices)[0], ReportOptions(only=(CORE, FINDINGS, "copies")))
     left_out = {entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")}
-    assert left_out == set(KEYS) - {"copies"}
+    assert left_out == set(EXTRA_KEYS) - {"copies"}
     whole = made(several_devices)[1]
     same = [key for key in document if key not in left_out and key != "absent"]
     assert {key: document[key] for key in same} == {key: whole[key] for key in same}
@@ -312,7 +312,7 @@ def test_parts_that_are_almost_nothing_are_text_in_every_view() -> None:
     session = session_of("almost nothing", made_up)
     document = build(session)
     shown = html(document, session)
-    notebook = Shown(document, ReportOptions())._repr_html_()
+    notebook = DisplayedReport(document, ReportOptions())._repr_html_()
     for text in (SCRIPTS.sub("", shown), notebook, markdown(document, ReportOptions()).replace("<sub>", "")):
         assert not LOOSE.search(text)
         assert "&lt;0.1" in text
@@ -326,7 +326,7 @@ def test_what_is_unknown_is_never_called_by_a_word_of_the_program(sort: Sort) ->
         "\n".join(line.plain for line in lines(sort, FULL, 140)),
         markdown(document, ReportOptions()),
         elements(sort).shown.replace("None of the known", "").replace("none of", ""),
-        Shown(document, ReportOptions())._repr_html_(),
+        DisplayedReport(document, ReportOptions())._repr_html_(),
     ):
         found = re.search(r".{0,40}\b(None|nan|null|inf)\b.{0,40}", text)
         assert found is None, found and found[0]

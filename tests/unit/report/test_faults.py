@@ -10,7 +10,7 @@ import pytest
 from traceloom.errors import InvariantError
 from traceloom.report import ReportOptions, build, findings
 from traceloom.report import run as module
-from traceloom.report.sections import chosen, section_of
+from traceloom.report.sections import load_section, select_sections
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
@@ -36,10 +36,12 @@ def test_a_section_that_fails_is_null_with_its_error(
 ) -> None:
     session = made()
     whole = build(session)
-    broken = copy(section_of("threads"))
+    broken = copy(load_section("threads"))
     monkeypatch.setattr(broken, at, fails(error))
-    monkeypatch.setattr(module, "section_of", lambda key: broken if key == "threads" else section_of(key))
-    monkeypatch.setattr(module, "chosen", lambda only: tuple(module.section_of(one.key) for one in chosen(only)))
+    monkeypatch.setattr(module, "section_of", lambda key: broken if key == "threads" else load_section(key))
+    monkeypatch.setattr(
+        module, "chosen", lambda only: tuple(module.section_of(one.key) for one in select_sections(only))
+    )
     document = build(session)
     assert document["threads"] is None
     [reason] = [entry["reason"] for entry in document["absent"] if entry["path"] == "threads"]
@@ -54,7 +56,7 @@ def test_a_section_that_fails_is_null_with_its_error(
 
 
 def test_findings_that_fail_leave_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "ranked_findings", fails(IndexError("none left")))
+    monkeypatch.setattr(findings, "build_findings", fails(IndexError("none left")))
     document = build(made())
     assert (document["findings"], document["findings_ground"]) == ([], None)
     assert "section-failed" in {notice["slug"] for notice in document["notices"]}

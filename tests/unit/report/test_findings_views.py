@@ -13,9 +13,9 @@ from traceloom.report.document import ReportOptions
 from traceloom.report.run import build
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page_head import Reasons
-from traceloom.report.views.page_head import findings as page
-from traceloom.report.views.terminal_findings import brief
-from traceloom.report.views.terminal_findings import findings as terminal
+from traceloom.report.views.page_head import render_findings as page
+from traceloom.report.views.terminal_findings import render_brief_findings
+from traceloom.report.views.terminal_findings import render_findings as terminal
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -96,7 +96,7 @@ def test_frames_that_hold_the_host_stand_in_every_view(width: int) -> None:
         assert max(map(len, lines)) <= width
         assert not any("\x1b" in line for line in lines)
         assert "zoom_shift" in " ".join(lines)
-    short = [line.plain for line in brief(made["findings"], made["findings_ground"], width)]
+    short = [line.plain for line in render_brief_findings(made["findings"], made["findings_ground"], width)]
     assert max(map(len, short)) <= width
     told = [line.strip() for line in short if "zoom_shift" in line]  # none where the title names it
     assert told == [
@@ -136,7 +136,7 @@ def test_only_findings_are_asked_for_by_name_and_left_out_by_others() -> None:
 def test_a_finding_in_short_ends_with_the_name_of_its_rule(width: int) -> None:
     long = deepcopy(document())
     long["findings"][0]["title"] = "the host spends 4.00 ms outside of operators " * 8
-    lines = [line.plain for line in brief(long["findings"], long["findings_ground"], width)]
+    lines = [line.plain for line in render_brief_findings(long["findings"], long["findings_ground"], width)]
     named = [number for number, line in enumerate(lines) if line.endswith("… [host-pause]")]
     first = next(number for number, line in enumerate(lines) if "%" in line)
     assert named == [first + 1]

@@ -13,8 +13,8 @@ from support.pages import tables
 from support.public_traces import DATA
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.page import key_numbers, sections
-from traceloom.report.views.page_head import Reasons, headline, numbers
+from traceloom.report.views.page import build_sections, render_key_numbers
+from traceloom.report.views.page_head import Reasons, list_key_numbers, render_headline
 from traceloom.report.views.terminal import render as terminal
 from traceloom.system import units
 from traceloom.testing.trace_builder import TraceBuilder
@@ -104,18 +104,18 @@ def test_causes_of_idle_time_add_up_to_the_idle_time_of_the_sentence(document: d
     assert sum(causes.values()) == idle
     told = re.search(r"main cause of the idle time \((.*?) of it\)", document["answer"]["sentence"])
     if told:
-        assert told[1] == units.share(max(causes.values()), idle)
+        assert told[1] == units.format_share(max(causes.values()), idle)
 
 
 def test_the_terminal_shows_the_figures_of_the_sentence(document: dict[str, Any]) -> None:
     text = "\n".join(line.plain for line in terminal(document, ReportOptions(full=True), 160))
     expected = sums(document)
-    assert f"idle {units.share(expected['idle'], sum(expected.values()))}" in document["answer"]["sentence"]
-    assert f"Why the GPU was idle  {units.duration(expected['idle'])} in" in text.replace(" from first", " in")
+    assert f"idle {units.format_share(expected['idle'], sum(expected.values()))}" in document["answer"]["sentence"]
+    assert f"Why the GPU was idle  {units.format_duration(expected['idle'])} in" in text.replace(" from first", " in")
     for rank in document["ranks"]:
         for device in rank["gpu_account"]["devices"]:
             assert re.search(
-                rf"{units.duration(device['window_ns'])} +{units.share(device['compute_ns'], device['window_ns'])} ",
+                rf"{units.format_duration(device['window_ns'])} +{units.format_share(device['compute_ns'], device['window_ns'])} ",
                 text,
             )
 
@@ -128,17 +128,19 @@ def test_one_length_of_a_step(document: dict[str, Any]) -> None:
         return
     middle = (steps[(len(steps) - 1) // 2] + steps[len(steps) // 2]) // 2
     assert document["answer"]["step_ns"] == middle
-    assert re.search(rf"steps? of {units.duration(middle)}", document["answer"]["sentence"])
-    assert f'<dt>Step</dt><dd><b title="{middle} ns">{units.duration(middle)}</b>' in key_numbers(numbers(document))
+    assert re.search(rf"steps? of {units.format_duration(middle)}", document["answer"]["sentence"])
+    assert f'<dt>Step</dt><dd><b title="{middle} ns">{units.format_duration(middle)}</b>' in render_key_numbers(
+        list_key_numbers(document)
+    )
 
 
 def test_tiles_and_tables_of_the_page_are_those_of_the_sentence(document: dict[str, Any]) -> None:
     expected = sums(document)
     whole = sum(expected.values())
     busy = whole - expected["idle"]
-    assert f"{busy} of {whole} ns" in key_numbers(numbers(document))
-    assert headline(document)
-    page = "".join(section.body for section in sections(document, document, Reasons(document["absent"])))
+    assert f"{busy} of {whole} ns" in render_key_numbers(list_key_numbers(document))
+    assert render_headline(document)
+    page = "".join(section.body for section in build_sections(document, document, Reasons(document["absent"])))
     windows = [device["window_ns"] for rank in document["ranks"] for device in rank["gpu_account"]["devices"]]
     assert [row["Window"] for row in tables(page)["breakdown"]] == windows
 
@@ -148,7 +150,7 @@ def test_markdown_has_the_same_shares(document: dict[str, Any]) -> None:
     for rank in document["ranks"]:
         for device in rank["gpu_account"]["devices"]:
             assert (
-                f"| {units.duration(device['window_ns'])} | {units.share(device['compute_ns'], device['window_ns'])} |"
+                f"| {units.format_duration(device['window_ns'])} | {units.format_share(device['compute_ns'], device['window_ns'])} |"
                 in text
             )
 
@@ -158,7 +160,7 @@ def test_savings_say_of_which_time_they_are(document: dict[str, Any]) -> None:
     for row in document["findings"]:
         if row["saving_ns"]:
             length = row["saving_ns"] / row["saving_fraction"]
-            assert units.duration(round(length)) in basis
+            assert units.format_duration(round(length)) in basis
             assert row["saving_ns"] <= length
     text = "\n".join(line.plain for line in terminal(document, ReportOptions(full=True), 160))
     assert f"savings {basis}" in text

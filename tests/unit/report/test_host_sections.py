@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import every
-from traceloom.report.sections.modules import shortened
+from traceloom.report.sections import load_extra_sections
+from traceloom.report.sections.modules import collapse_call_chains
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
-BY_KEY = {section.key: section for section in every()}
+BY_KEY = {section.key: section for section in load_extra_sections()}
 KEYS = ("flame", "blocking_calls", "threads", "compile")
 
 
@@ -94,7 +94,7 @@ def test_chains_of_single_calls_are_one_box_with_the_name_that_says_most() -> No
         row(2, "op", "aten::add", 30),
         row(3, "module", "nn.Module: Net_0", 60),
     ]
-    assert [(one["parent"], one["name"]) for one in shortened(tree)] == [
+    assert [(one["parent"], one["name"]) for one in collapse_call_chains(tree)] == [
         (None, "main thread"),
         (0, "main train.py:3 (+1)"),
         (1, "Net_0 (+1)"),

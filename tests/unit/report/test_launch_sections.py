@@ -10,8 +10,8 @@ import pytest
 
 from traceloom.cli import main
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import every
-from traceloom.report.sections.launches import curves
+from traceloom.report.sections import load_extra_sections
+from traceloom.report.sections.launches import draw_step_curves
 from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
@@ -50,7 +50,7 @@ def document(*ranks: int, **options: Any) -> dict[str, Any]:
 
 def test_every_section_has_its_main_figure() -> None:
     told = document()
-    said = {one.key: one.summary(told[one.key]) for one in every() if one.key in OURS and told[one.key]}
+    said = {one.key: one.summary(told[one.key]) for one in load_extra_sections() if one.key in OURS and told[one.key]}
     assert said["idle_gaps"] == "the longest gap is 941 µs, mostly host unobserved"
     assert said["graph_launches"] == "3 replays of 1 graph hold 171 µs of GPU work; none deviates"
     assert said["patterns"] == "a sequence of 3 kernels occurs 3 times and holds 100 % of the GPU's work"
@@ -85,9 +85,9 @@ def test_names_of_the_trace_are_harmless_everywhere() -> None:
     told = build(session)
     assert "</script><b>" not in page(told, session)
     assert not any("\x1b" in line.plain for line in terminal(told, ReportOptions(only=OURS), 120))
-    assert "<b>" not in curves({"<b>x": [(0, 1), (5, 2)]}, "depth")
-    assert not curves({}, "depth")
-    assert not curves({"empty": []}, "depth")
+    assert "<b>" not in draw_step_curves({"<b>x": [(0, 1), (5, 2)]}, "depth")
+    assert not draw_step_curves({}, "depth")
+    assert not draw_step_curves({"empty": []}, "depth")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

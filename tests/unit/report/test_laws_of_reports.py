@@ -17,8 +17,8 @@ from support.hand_job import STEPS, hand_job
 from support.pages import Elements, of_markdown, tables, words
 from traceloom.report import ReportOptions, build
 from traceloom.report.document import Table
-from traceloom.report.sections import core, shown
-from traceloom.report.views.files import encode, frames, write
+from traceloom.report.sections import load_core_sections, select_visible_sections
+from traceloom.report.views.files import build_table_frames, encode, write
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
@@ -35,13 +35,18 @@ def usual() -> dict[str, Any]:
 
 
 def tables_of(document: dict[str, Any]) -> dict[str, Table]:
-    sections = ((section, section.value(document)) for section in (*core(), *shown(document)))
+    sections = (
+        (section, section.value(document)) for section in (*load_core_sections(), *select_visible_sections(document))
+    )
     return {table.key: table for section, value in sections if value for table in section.tables(value)}
 
 
 def rows_of(document: dict[str, Any]) -> dict[str, list[str]]:
     """Every table as it is exported, its rows in an order of their own."""
-    return {name: sorted(map(str, frame.select(sorted(frame.columns)).rows())) for name, frame in frames(document)}
+    return {
+        name: sorted(map(str, frame.select(sorted(frame.columns)).rows()))
+        for name, frame in build_table_frames(document)
+    }
 
 
 def test_when_a_clock_begins_changes_nothing() -> None:
@@ -65,9 +70,9 @@ def test_in_which_order_files_are_named_changes_no_number() -> None:
 def test_a_rank_stands_only_where_a_row_is_of_that_rank() -> None:
     """Of each table with ranks: the rows of a rank are those that a report of this rank alone has."""
     session = hand_job()
-    alone = {rank: dict(frames(build(Session((session.traces[rank],), "one")))) for rank in (0, 1)}
+    alone = {rank: dict(build_table_frames(build(Session((session.traces[rank],), "one")))) for rank in (0, 1)}
     compared = 0
-    for name, frame in frames(usual()):
+    for name, frame in build_table_frames(usual()):
         if "rank" not in frame.columns or name.startswith(("across", "rank-matrix", "imbalance", "critical")):
             continue
         if frame.schema["rank"] == pl.String:  # a name of it
@@ -145,7 +150,7 @@ def test_an_odd_name_is_harmless_in_every_view_and_whole_in_every_file() -> None
     lines = [line.plain for line in terminal(document, EVERYTHING, 200)]
     assert not re.search(r"[\x1b\u202e]", "\n".join(lines))
     assert json.loads(encode(document))["kernels"][0]["name"] == "gemm" + EVIL
-    for name, frame in frames(document):
+    for name, frame in build_table_frames(document):
         for ending in (".csv", ".parquet"):
             handle = io.BytesIO()
             write(frame, ending, handle)
@@ -192,7 +197,7 @@ def test_the_smallest_recordings_have_every_view_and_nothing_is_made_up(what: st
         if view.startswith("terminal"):
             assert text.strip(), view
     document = build(session)
-    for name, frame in frames(document):
+    for name, frame in build_table_frames(document):
         assert frame.height, name
     kernels = {row["name"]: row["total_ns"] for row in document["kernels"]}
     expected = {"one kernel": {"gemm": 7000}, "one launch": {"gemm": 7000}, "no time": {"gemm": 0},
@@ -241,9 +246,9 @@ def test_numbers_of_some_steps_are_those_of_the_steps() -> None:
 def test_who_wrote_the_file_changes_no_number(generation: str) -> None:
     """The same job as different versions of the recorder spell it; some name calls and copies otherwise."""
     spelled = {"rocm": ("hip", "cuda"), "cuspy": ('"Memcpy"', '"Memcpy HtoD (Pageable -> Device)"')}.get(generation)
-    written = dict(frames(build(hand_job(generation=generation))))
+    written = dict(build_table_frames(build(hand_job(generation=generation))))
     compared = 0
-    for name, frame in frames(usual()):
+    for name, frame in build_table_frames(usual()):
         if name == "anti_patterns" and generation == "rocm":  # of which some are of NVIDIA's devices alone
             continue
         assert written[name].columns == frame.columns, name

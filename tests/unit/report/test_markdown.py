@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.report.views.markdown import code, text
+from traceloom.report.views.markdown import escape_markdown, format_code_span
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,10 @@ from traceloom.report.views.markdown import code, text
     ],
 )
 def test_a_name_cannot_leave_its_code_span(name: str, shown: str) -> None:
-    assert code(name) == shown
+    assert format_code_span(name) == shown
 
 
 def test_words_have_no_markup_no_html_and_mention_nobody() -> None:
-    assert text("*a* [x](y) <b> @user | `c` #1") == ("\\*a\\* \\[x\\](y) &lt;b&gt; &#64;user \\| \\`c\\` \\#1")
+    assert escape_markdown("*a* [x](y) <b> @user | `c` #1") == (
+        "\\*a\\* \\[x\\](y) &lt;b&gt; &#64;user \\| \\`c\\` \\#1"
+    )

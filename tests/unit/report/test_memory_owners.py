@@ -10,7 +10,7 @@ import pytest
 
 from support.reports import check_schema
 from traceloom.report import ReportOptions, build
-from traceloom.report.figure import changes
+from traceloom.report.figure import encode_level_changes
 from traceloom.report.memory import build as memory
 from traceloom.report.memory import collapse_chains
 from traceloom.report.views.page import render as memory_page
@@ -130,7 +130,7 @@ def test_a_run_without_allocations_gets_a_page_that_says_so() -> None:
     ("levels", "pairs"), [([5, 5, 5], [0, 5]), ([0, 0, 7, 7, 2], [2, 7, 2, -5]), ([], []), ([0, 0], [])]
 )
 def test_levels_are_kept_as_changes(levels: list[int], pairs: list[int]) -> None:
-    assert changes(levels) == pairs
+    assert encode_level_changes(levels) == pairs
 
 
 def test_a_scope_that_holds_one_other_alone_shares_its_row() -> None:

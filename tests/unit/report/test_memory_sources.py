@@ -13,8 +13,8 @@ from support.reports import check_schema
 from support.snapshots import SnapshotBuilder
 from traceloom.analyze.memory import memory as summary
 from traceloom.cli import main
-from traceloom.report.memory import build, document_of
-from traceloom.report.memory_sources import MemoryOptions, find
+from traceloom.report.memory import build, build_document
+from traceloom.report.memory_sources import MemoryOptions, read_memory_sources
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
@@ -40,7 +40,9 @@ def _snapshot(path: Path, **options: Any) -> Path:
 
 
 def test_a_snapshot_is_explained_by_its_stacks(tmp_path: Path) -> None:
-    document = _checked(document_of(find([str(_snapshot(tmp_path / "a.bin"))]), MemoryOptions(by="stack")))
+    document = _checked(
+        build_document(read_memory_sources([str(_snapshot(tmp_path / "a.bin"))]), MemoryOptions(by="stack"))
+    )
     (memory,) = document["ranks"][0]["memories"]
     assert (memory["device_type"], memory["peak_bytes"], memory["unseen_bytes"]) == ("cuda", 301_000, 0)
     assert memory["tree"][0]["bytes"] == memory["peak_bytes"] == sum(row["self_bytes"] for row in memory["tree"])
@@ -57,7 +59,7 @@ def test_a_snapshot_is_explained_by_its_stacks(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_tells_fragmentation_and_where_memory_ran_out(tmp_path: Path) -> None:
-    document = _checked(document_of(find([str(_snapshot(tmp_path / "rank3.memory.pickle"))])))
+    document = _checked(build_document(read_memory_sources([str(_snapshot(tmp_path / "rank3.memory.pickle"))])))
     allocator = document["ranks"][0]["memories"][0]["allocator"]
     # blocks are rounded to 512: 1024 + (5120 given back) + 300032, in one segment of 2 MiB
     assert allocator["reserved_bytes"] == 1 << 21
@@ -70,7 +72,7 @@ def test_a_snapshot_tells_fragmentation_and_where_memory_ran_out(tmp_path: Path)
 
 
 def test_a_snapshot_without_a_history_shows_what_was_alive(tmp_path: Path) -> None:
-    document = _checked(document_of(find([str(_snapshot(tmp_path / "s.pickle", history=False))])))
+    document = _checked(build_document(read_memory_sources([str(_snapshot(tmp_path / "s.pickle", history=False))])))
     (memory,) = document["ranks"][0]["memories"]
     assert (memory["peak_bytes"], memory["end_bytes"], memory["allocation_count"]) == (301_000, 301_000, 2)
 
@@ -96,7 +98,7 @@ def test_a_hostile_snapshot_is_refused_in_one_sentence(tmp_path: Path, capsys: p
 def test_a_timeline_has_a_curve_and_a_peak_by_category(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps([[-1, 1, 100, 0], [10, 2, 50, 4], [12, 4, -50, 4], [20, 2, 30, 7]]))
-    document = _checked(document_of(find([str(path)])))
+    document = _checked(build_document(read_memory_sources([str(path)])))
     (memory,) = document["ranks"][0]["memories"]
     assert (memory["peak_bytes"], memory["end_bytes"], memory["peak_time_ns"]) == (150, 130, 0)
     assert {row["category"]: row["bytes"] for row in memory["categories"]} == {"parameter": 100, "activation": 50}
@@ -124,7 +126,7 @@ def _report(path: Path, **changes: Any) -> Path:
 
 
 def test_a_report_says_who_held_memory_and_what_to_try_first(tmp_path: Path) -> None:
-    document = _checked(document_of(find([str(_report(tmp_path / "rank0.oom.json"))])))
+    document = _checked(build_document(read_memory_sources([str(_report(tmp_path / "rank0.oom.json"))])))
     (end,) = document["out_of_memory"]
     assert (end["bytes"], end["where"], end["step"]) == (92_000, "/u/train.py(3): main", 7)
     paths = {row["path"]: row["bytes"] for row in end["tree"]}
@@ -164,7 +166,9 @@ def test_advice_needs_data_that_supports_it(tmp_path: Path) -> None:
         "owner": ["parameter"],
         "name": ["N.w"],
     }
-    document = _checked(document_of(find([str(_report(tmp_path / "o.json", live_storages=live, devices=[]))])))
+    document = _checked(
+        build_document(read_memory_sources([str(_report(tmp_path / "o.json", live_storages=live, devices=[]))]))
+    )
     assert [row["action"] for row in document["out_of_memory"][0]["advice"]] == ["shrink-request"]
 
 
@@ -178,7 +182,7 @@ def test_advice_needs_data_that_supports_it(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_odd_values_of_a_report_do_no_harm(changes: dict[str, Any], tmp_path: Path) -> None:
     path = str(_report(tmp_path / "rank0.oom.json", **changes))
-    _checked(document_of(find([path])))
+    _checked(build_document(read_memory_sources([path])))
     assert main(["memory", path, "--quiet"]) == 0
 
 

@@ -22,8 +22,8 @@ from traceloom.cli import main
 from traceloom.cli.memory import BY
 from traceloom.errors import UsageError
 from traceloom.report.memory import build, collapse_chains
-from traceloom.report.memory_sources import MemoryOptions, of_session
-from traceloom.report.memory_sources import write as write_csv
+from traceloom.report.memory_sources import MemoryOptions, read_session_memory_sources
+from traceloom.report.memory_sources import write_allocations_csv as write_csv
 from traceloom.report.views.page import render as page
 from traceloom.report.views.terminal import render_memory as terminal
 from traceloom.testing import TraceBuilder
@@ -256,7 +256,7 @@ def test_what_is_not_there_is_refused(options: MemoryOptions, slug: str) -> None
 
 def csv(session: Session, *, whole: bool, **options: Any) -> pl.DataFrame:
     handle = io.BytesIO()
-    write_csv(of_session(session), MemoryOptions(**options), handle, whole=whole)
+    write_csv(read_session_memory_sources(session), MemoryOptions(**options), handle, whole=whole)
     return pl.read_csv(io.BytesIO(handle.getvalue()), infer_schema_length=None)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.report.labels import short
+from traceloom.report.labels import fit_name
 from traceloom.system.sanitize import sanitize
 
 ADD = (
@@ -39,7 +39,7 @@ COPY = (
     ],
 )
 def test_long_names_lose_what_tells_least(name: str, width: int, shown: str) -> None:
-    assert short(name, width) == shown
+    assert fit_name(name, width) == shown
 
 
 def test_control_and_invisible_characters_are_spelled_out() -> None:
@@ -48,10 +48,10 @@ def test_control_and_invisible_characters_are_spelled_out() -> None:
 
 @given(st.text(), st.integers(0, 50))
 def test_a_short_name_fits_and_is_harmless(name: str, width: int) -> None:
-    shown = short(name, width)
+    shown = fit_name(name, width)
     assert len(shown) <= width
     assert sanitize(shown) == shown
 
 
 def test_a_name_of_megabytes_takes_no_time() -> None:
-    assert len(short("<" * 5_000_000, 20)) == 20
+    assert len(fit_name("<" * 5_000_000, 20)) == 20

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.text import Text
 
-from traceloom.report.views.terminal import put
+from traceloom.report.views.terminal import print_lines
 
 
 def _shown(columns: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[int]]:
@@ -19,7 +19,7 @@ def _shown(columns: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], li
         widths.append(width)
         return [Text("the report")]
 
-    put(rendered, stream)
+    print_lines(rendered, stream)
     return stream.getvalue().splitlines(), widths
 
 

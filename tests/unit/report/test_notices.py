@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceloom.report.labels import group_by_ranks, merge_notices
+from traceloom.report.labels import merge_notices, merge_rank_notices
 from traceloom.trace.notice import Notice
 
 
@@ -23,7 +23,7 @@ def test_a_place_that_the_message_leaves_out_follows_it() -> None:
 
 def test_what_ranks_share_is_said_once_with_their_names() -> None:
     def sentences(*notices: Notice) -> list[str]:
-        return [sentence for _, sentence in group_by_ranks([notice.to_dict() for notice in notices])]
+        return [sentence for _, sentence in merge_rank_notices([notice.to_dict() for notice in notices])]
 
     same = [Notice("guessed-groups", "warning", "3 collectives", 3, rank) for rank in (0, 1, 2, 5)]
     assert sentences(*same) == ["3 collectives (ranks 0-2, 5)"]

@@ -28,8 +28,8 @@ from support.reports import check_report, check_sums_of_sections
 from traceloom.report import ReportOptions, build
 from traceloom.report.document import Table
 from traceloom.report.exports.perfetto import write as write_perfetto
-from traceloom.report.sections import core, every, shown
-from traceloom.report.views.files import frames, write_table
+from traceloom.report.sections import load_core_sections, load_extra_sections, select_visible_sections
+from traceloom.report.views.files import build_table_frames, write_table
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
@@ -50,7 +50,10 @@ def document() -> dict[str, Any]:
 
 @cache
 def every_table() -> dict[str, Table]:
-    sections = ((section, section.value(document())) for section in (*core(), *shown(document())))
+    sections = (
+        (section, section.value(document()))
+        for section in (*load_core_sections(), *select_visible_sections(document()))
+    )
     return {table.key: table for section, value in sections if value for table in section.tables(value)}
 
 
@@ -249,7 +252,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("key", sorted(SENTENCES))
 def test_the_main_figure_of_a_section_is_a_sentence(key: str) -> None:
-    [section] = [section for section in (*core(), *every()) if section.key == key]
+    [section] = [section for section in (*load_core_sections(), *load_extra_sections()) if section.key == key]
     value = section.value(document())
     assert (section.summary(value) if value else None) == SENTENCES[key]
 
@@ -273,7 +276,7 @@ def test_every_view_shows_these_numbers() -> None:
         handle.seek(0)
         frame = pl.read_csv(handle) if ending == ".csv" else pl.read_parquet(handle)
         assert frame.filter(name="gemm").select("total_ns", "count").row(0) == (6 * SUMMED["gemm"], 6)
-    assert dict(frames(document()))["copies-kinds"]["bytes"].to_list() == [STEPS * COPIED] * 2
+    assert dict(build_table_frames(document()))["copies-kinds"]["bytes"].to_list() == [STEPS * COPIED] * 2
 
 
 def test_perfetto_has_the_work_at_its_time() -> None:

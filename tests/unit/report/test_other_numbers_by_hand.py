@@ -13,26 +13,28 @@ from support.page_contents import EVIL
 from support.workload import node, write_set
 from traceloom.report import ReportOptions, build, sweep
 from traceloom.report.document import Table, UnknownValues
-from traceloom.report.memory import document_of
-from traceloom.report.memory_sources import entry, find
-from traceloom.report.sections import core, every, shown
+from traceloom.report.memory import build_document
+from traceloom.report.memory_sources import build_timeline_row, read_memory_sources
+from traceloom.report.sections import load_core_sections, load_extra_sections, select_visible_sections
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
-from traceloom.report.workload import attributes_of
+from traceloom.report.workload import read_attributes
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
-from traceloom.workload.simulate.sweep import SweepTable, parse_axis, points_of
+from traceloom.workload.simulate.sweep import SweepTable, list_points, parse_axis
 
 US = 1_000  # ns
 
 
 def tables_of(document: dict[str, Any]) -> dict[str, Table]:
-    sections = ((section, section.value(document)) for section in (*core(), *shown(document)))
+    sections = (
+        (section, section.value(document)) for section in (*load_core_sections(), *select_visible_sections(document))
+    )
     return {table.key: table for section, value in sections if value for table in section.tables(value)}
 
 
 def summary(document: dict[str, Any], key: str) -> str | None:
-    [section] = [section for section in (*core(), *every()) if section.key == key]
+    [section] = [section for section in (*load_core_sections(), *load_extra_sections()) if section.key == key]
     return section.summary(section.value(document))
 
 
@@ -148,12 +150,12 @@ TIMELINE = [[-1, 1, 100, 0], [10, 2, 50, 4], [12, 4, -50, 4], [20, 2, 30, 7]]
 def test_a_timeline_holds_what_it_holds_at_an_instant(at: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(TIMELINE))
-    [timeline] = find([str(path)]).timelines
-    memory = entry(timeline, at, UnknownValues(0))["memories"][0]
+    [timeline] = read_memory_sources([str(path)]).timelines
+    memory = build_timeline_row(timeline, at, UnknownValues(0))["memories"][0]
     assert memory["instant"]["bytes"] == size
     assert sum(part["bytes"] for part in memory["parts"]) == size
     assert sum(part["fraction"] for part in memory["parts"]) == pytest.approx(1)
-    document = document_of(find([str(path)]))
+    document = build_document(read_memory_sources([str(path)]))
     assert document["ranks"][0]["memories"][0]["peak_bytes"] == 150
 
 
@@ -161,7 +163,7 @@ def swept(*axes: str, refused: str = "") -> list[str]:
     """A sweep on a terminal; times fall with the bandwidth, and ranks cost."""
     parsed = [parse_axis(text) for text in axes]
     rows = []
-    for point in points_of(parsed):
+    for point in list_points(parsed):
         width = float(str(point["network.0.bandwidth"]))
         answer = {"time_ns": round(1e9 / width), "cost": 2.5}
         rows.append({**point, "ranks": 8, **({"reason": refused} if refused and width > 20 else answer)})
@@ -200,7 +202,7 @@ def test_attributes_of_a_node_are_its_values_as_text(tmp_path: Path) -> None:
     made.attr.add(name="nothing")
     made.inputs.values, made.inputs.shapes, made.inputs.types = "[1]", "[[2]]", "['Tensor(float)']"
     home = write_set(tmp_path / "set", [node(1), made])
-    attributes = dict(attributes_of(home / "w.0.et", 7))
+    attributes = dict(read_attributes(home / "w.0.et", 7))
     assert attributes["text"] == EVIL
     assert (attributes["flag"], attributes["whole"], attributes["nothing"]) == ("True", "-3", "(no value)")
     assert attributes["many"] == "[" + ", ".join(map(str, range(12))) + ", … 18 more]"
@@ -209,7 +211,7 @@ def test_attributes_of_a_node_are_its_values_as_text(tmp_path: Path) -> None:
     assert {name: text for name, text in attributes.items() if name.startswith("inputs.")} == {
         "inputs.values": "[1]", "inputs.shapes": "[[2]]", "inputs.types": "['Tensor(float)']",
     }  # fmt: skip
-    assert attributes_of(home / "w.0.et", 99) == [], "there is no such node"
+    assert read_attributes(home / "w.0.et", 99) == [], "there is no such node"
     cut = home / "w.0.et"
     cut.write_bytes(cut.read_bytes()[:-20])
-    assert attributes_of(cut, 7) == [], "what is damaged is said elsewhere"
+    assert read_attributes(cut, 7) == [], "what is damaged is said elsewhere"

@@ -15,34 +15,51 @@ from rich.text import Text
 from support.reports import nulls
 from support.sessions import EVIL, made, several_devices, training
 from traceloom.report import SORT_KEYS, ReportOptions, build_runs
-from traceloom.report.document import KINDS, REASONS, Bar, Col, Table, UnknownValues, ordered, written
+from traceloom.report.document import (
+    KINDS,
+    UNKNOWN_REASONS,
+    Bar,
+    Col,
+    Table,
+    UnknownValues,
+    format_cell,
+    select_top_rows,
+)
 from traceloom.report.labels import (
     ACTIVITIES,
     AT_EDGES,
-    DEVICE,
+    DEVICE_TIMES,
     PHASES,
-    allocator,
-    gpu_accounts,
-    gpu_window,
-    group,
-    host_window,
-    idle_causes,
-    label,
-    main_account,
+    build_answer_parts,
+    build_time_parts,
+    clean_name,
+    describe_gpu_window,
+    describe_host_window,
+    fit_name,
+    format_memory_name,
+    format_rank,
+    format_rank_name,
+    get_colour_group,
+    get_main_thread_account,
+    list_gpu_accounts,
+    list_idle_causes,
     merge_notices,
-    named,
-    of_answer,
-    rank_label,
-    rank_name,
-    short,
 )
-from traceloom.report.sections import core, every, reasons
+from traceloom.report.sections import collect_reasons, load_core_sections, load_extra_sections
 from traceloom.report.views.page_head import Reasons
-from traceloom.report.views.terminal import recording, render, table_lines, wrapped
-from traceloom.report.views.terminal_table import FILLS, TextColumn, fitted, heading, lines, paragraph, with_bars
+from traceloom.report.views.terminal import render, render_declared_table, render_recording, wrap_sentence
+from traceloom.report.views.terminal_table import (
+    BAR_FILLS,
+    TextColumn,
+    render_bar_table,
+    render_heading,
+    render_paragraph,
+    render_table,
+    truncate_lines,
+)
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
-from traceloom.trace.columns import COLUMNS, column
+from traceloom.trace.columns import COLUMNS, find_column
 
 # -- reasons ------------------------------------------------------------------------------------------------------
 
@@ -54,7 +71,7 @@ def test_a_reason_is_said_once_and_the_first_one_counts() -> None:
     absent.say("kernels")
     assert absent.to_list() == [
         {"path": "a.b", "reason": "because"},
-        {"path": "kernels", "reason": REASONS["kernels"]},
+        {"path": "kernels", "reason": UNKNOWN_REASONS["kernels"]},
     ]
 
 
@@ -69,7 +86,7 @@ def test_rows_have_times_after_the_epoch_and_each_null_column_a_reason() -> None
 
 def test_an_empty_list_is_explained_and_a_value_that_is_there_is_not() -> None:
     absent = UnknownValues(0)
-    assert absent.listed(pl.DataFrame({"a": []}), "operators") == []
+    assert absent.convert_list(pl.DataFrame({"a": []}), "operators") == []
     assert absent.value(0, "answer.step_ns") == 0
     assert absent.value(None, "capture") is None
     assert [entry["path"] for entry in absent.to_list()] == ["capture", "operators"]
@@ -82,7 +99,7 @@ def test_what_nobody_declared_is_said_not_to_be_known() -> None:
 
 
 def test_reasons_of_sections_are_sentences_of_words_that_belong_to_them() -> None:
-    for path, reason in {**REASONS, **reasons((*core(), *every()))}.items():
+    for path, reason in {**UNKNOWN_REASONS, **collect_reasons((*load_core_sections(), *load_extra_sections()))}.items():
         assert reason, path
         assert reason == reason.strip(), path
         assert not reason.endswith("."), "views end the sentence"
@@ -144,42 +161,42 @@ def test_a_notice_names_the_parts_that_it_weakens() -> None:
     ],
 )
 def test_a_memory_is_called_by_its_kind_and_number(row: dict[str, Any], name: str) -> None:
-    assert allocator(row) == name
+    assert format_memory_name(row) == name
 
 
 def test_a_rank_that_is_unknown_is_called_by_its_place() -> None:
-    assert [rank_name({"rank": rank}, 4) for rank in (None, 0, 3)] == ["trace 5", "rank 0", "rank 3"]
-    assert [rank_label(rank) for rank in (None, 3)] == ["rank ?", "rank 3"]
+    assert [format_rank_name({"rank": rank}, 4) for rank in (None, 0, 3)] == ["trace 5", "rank 0", "rank 3"]
+    assert [format_rank(rank) for rank in (None, 3)] == ["rank ?", "rank 3"]
 
 
 def test_a_module_is_called_without_what_only_says_that_it_is_one() -> None:
-    assert label("traceloom.module:net.layer") == "net.layer"
-    assert label(EVIL) == sanitize(EVIL)
+    assert clean_name("traceloom.module:net.layer") == "net.layer"
+    assert clean_name(EVIL) == sanitize(EVIL)
 
 
 @given(st.text(alphabet="ab<>(), :", max_size=60), st.text(alphabet="ab<>(), :", max_size=60), st.integers(20, 60))
 def test_short_names_are_the_names_themselves_where_they_fit(name: str, other: str, width: int) -> None:
     if len(name) <= width:
-        assert short(name, width) == name
-    assert len(short(name + other, width)) <= width
+        assert fit_name(name, width) == name
+    assert len(fit_name(name + other, width)) <= width
 
 
 # -- parts of time ------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_of_time_has_a_pattern_and_a_colour_group() -> None:
-    for part in (*DEVICE, *PHASES, *ACTIVITIES):
-        assert part.group in FILLS
-        assert group(part.key) == part.group or part in DEVICE
-    assert group("what a later version knows") == "other"
-    patterns = [FILLS[part.group][0] for part in DEVICE]
+    for part in (*DEVICE_TIMES, *PHASES, *ACTIVITIES):
+        assert part.group in BAR_FILLS
+        assert get_colour_group(part.key) == part.group or part in DEVICE_TIMES
+    assert get_colour_group("what a later version knows") == "other"
+    patterns = [BAR_FILLS[part.group][0] for part in DEVICE_TIMES]
     assert len(set(patterns)) == len(patterns), "a bar can be read without colours"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["compute", "idle", "forward: op", "other", "x: y"]), st.integers(0, 10**9))))
 def test_the_parts_of_an_answer_keep_their_time_and_idle_time_comes_last(parts: list[tuple[str, int]]) -> None:
     answer = {"parts": [{"label": name, "kind": name.partition(":")[0], "ns": ns} for name, ns in parts]}
-    drawn = of_answer(answer)
+    drawn = build_answer_parts(answer)
     assert sorted(ns for _, _, ns in drawn) == sorted(ns for _, ns in parts)
     groups = [colour for _, colour, _ in drawn]
     assert groups == sorted(groups, key=lambda colour: colour == "idle")
@@ -187,21 +204,21 @@ def test_the_parts_of_an_answer_keep_their_time_and_idle_time_comes_last(parts: 
 
 def test_accounts_of_the_devices_and_of_the_main_thread_are_of_the_steps() -> None:
     document = made(training)[1]
-    assert gpu_window(document) == "in all steps"
-    assert host_window(document) == "in all steps"
-    for rank, account in gpu_accounts(document):
-        causes = list(idle_causes(account))
+    assert describe_gpu_window(document) == "in all steps"
+    assert describe_host_window(document) == "in all steps"
+    for rank, account in list_gpu_accounts(document):
+        causes = list(list_idle_causes(account))
         idle = sum(device["idle_ns"] for device in account["devices"])
         assert sum(cause.idle_ns for cause in causes) == idle
         assert all(cause.gap_count is None for cause in causes if cause.cause == AT_EDGES)
         steps = sum(step["duration_ns"] for step in rank["steps"])
-        assert sum(row["ns"] for row in main_account(rank)) == steps
+        assert sum(row["ns"] for row in get_main_thread_account(rank)) == steps
 
 
 def test_parts_of_a_stretch_are_named_in_their_order() -> None:
-    drawn = named(DEVICE, {"compute_ns": 5, "idle_ns": 3, "exposed_memory_ns": None})
+    drawn = build_time_parts(DEVICE_TIMES, {"compute_ns": 5, "idle_ns": 3, "exposed_memory_ns": None})
     assert [ns for _, _, ns in drawn] == [5, 0, 0, 3]
-    assert [name for name, _, _ in drawn] == [part.label for part in DEVICE]
+    assert [name for name, _, _ in drawn] == [part.label for part in DEVICE_TIMES]
 
 
 # -- tables -------------------------------------------------------------------------------------------------------
@@ -219,36 +236,36 @@ ROWS = [
 )  # fmt: skip
 def test_a_table_is_in_the_order_that_was_asked_for_and_its_own_among_equals(sort: str | None, names: str) -> None:
     table = Table("t", "T", [Col("name", "Name", "name")], ROWS)
-    assert "".join(str(row["name"]) for row in ordered(table, ReportOptions(sort=sort))) == names
-    assert "".join(str(row["name"]) for row in ordered(table, ReportOptions(sort=sort, top=2))) == names[:2]
+    assert "".join(str(row["name"]) for row in select_top_rows(table, ReportOptions(sort=sort))) == names
+    assert "".join(str(row["name"]) for row in select_top_rows(table, ReportOptions(sort=sort, top=2))) == names[:2]
 
 
 def test_the_heaviest_rows_are_shown_in_their_own_order() -> None:
     table = Table("t", "T", [Col("name", "Name", "name")], ROWS, weight="total_ns")
-    assert [row["name"] for row in ordered(table, ReportOptions(top=2))] == ["b", "c"]
-    assert len(ordered(table, ReportOptions(top=10))) == 4
+    assert [row["name"] for row in select_top_rows(table, ReportOptions(top=2))] == ["b", "c"]
+    assert len(select_top_rows(table, ReportOptions(top=10))) == 4
 
 
 @pytest.mark.parametrize("sort", SORT_KEYS)
 def test_a_table_without_the_column_keeps_its_order(sort: str) -> None:
     table = Table("t", "T", [Col("x", "X")], [{"x": 3}, {"x": 1}, {"x": 2}])
-    assert [row["x"] for row in ordered(table, ReportOptions(sort=sort))] == [3, 1, 2]
-    assert list(ordered(Table("t", "T", [], []), ReportOptions(sort=sort))) == []
+    assert [row["x"] for row in select_top_rows(table, ReportOptions(sort=sort))] == [3, 1, 2]
+    assert list(select_top_rows(Table("t", "T", [], []), ReportOptions(sort=sort))) == []
 
 
 def test_rows_that_do_not_know_what_they_are_sorted_by_come_last() -> None:
     table = Table("t", "T", [Col("x", "X")], [{"total_ns": None}, {"total_ns": 5}, {"total_ns": 7}])
-    assert [row["total_ns"] for row in ordered(table, ReportOptions(sort="total"))] == [7, 5, None]
+    assert [row["total_ns"] for row in select_top_rows(table, ReportOptions(sort="total"))] == [7, 5, None]
 
 
 def test_a_column_is_of_a_kind_that_views_can_write() -> None:
     with pytest.raises(ValueError, match="no kind of column"):
         Col("x", "X", "parsecs")
     for kind in KINDS:
-        assert Col("x", "X", kind).numeric == (kind in units.NUMBERS)
+        assert Col("x", "X", kind).numeric == (kind in units.NUMERIC_UNITS)
     assert all(declared.unit in KINDS for declared in COLUMNS.values())
-    assert written(Col("x", "X"), EVIL) == sanitize(EVIL)
-    assert written(Col("x", "X"), None) == written(Col("x", "X", "time"), None) == "–"
+    assert format_cell(Col("x", "X"), EVIL) == sanitize(EVIL)
+    assert format_cell(Col("x", "X"), None) == format_cell(Col("x", "X", "time"), None) == "–"
 
 
 @given(
@@ -265,18 +282,20 @@ def test_a_table_of_any_texts_keeps_to_the_width_and_holds_what_is_kept(
         Col("name", "Name", "name"),
     ]
     data = [{"what": what, "kept": ns, "wide": ns, "name": name} for what, ns, name in rows]
-    drawn = list(fitted(table_lines(Table("t", "T", columns, data), ReportOptions(top=50), width), width))
+    drawn = list(
+        truncate_lines(render_declared_table(Table("t", "T", columns, data), ReportOptions(top=50), width), width)
+    )
     assert all(line.cell_len <= width for line in drawn)
     assert len(drawn) == len(rows) + 3
     for line, (_, ns, _) in zip(drawn[3:], rows, strict=True):
-        assert units.duration(ns) in line.plain
+        assert units.format_duration(ns) in line.plain
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=5), st.integers(60, 140))
 def test_bars_stand_beside_their_row_or_below_it(times: list[int], width: int) -> None:
     columns = [TextColumn("name", right=False), TextColumn("time")]
-    rows = [[f"row {number}", units.duration(ns)] for number, ns in enumerate(times)]
-    drawn = with_bars(columns, rows, lambda i, room: Text("#" * room), width)
+    rows = [[f"row {number}", units.format_duration(ns)] for number, ns in enumerate(times)]
+    drawn = render_bar_table(columns, rows, lambda i, room: Text("#" * room), width)
     beside = len(drawn) == 1 + len(times)
     assert beside or len(drawn) == 1 + 2 * len(times)
     assert all(line.cell_len <= width for line in drawn)
@@ -286,13 +305,15 @@ def test_bars_stand_beside_their_row_or_below_it(times: list[int], width: int) -
 
 @given(st.text(max_size=200), st.text(max_size=200), st.integers(40, 140))
 def test_headings_and_paragraphs_keep_to_the_width_whatever_they_say(title: str, note: str, width: int) -> None:
-    for line in fitted(itertools.chain(heading(title[:20], note, width), paragraph(note, width)), width):
+    for line in truncate_lines(
+        itertools.chain(render_heading(title[:20], note, width), render_paragraph(note, width)), width
+    ):
         assert line.cell_len <= width
         assert sanitize(line.plain) == line.plain
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_numbers_stand_right() -> None:
-    drawn = lines(
+    drawn = render_table(
         [TextColumn("n"), TextColumn("t", right=False)],
         [["1", "a"], ["100", "bbb"]],
         ("last", lambda i, _: f"x{i}"),
@@ -304,7 +325,7 @@ def test_columns_are_as_wide_as_their_widest_cell_and_numbers_stand_right() -> N
 def test_numbers_stay_with_their_units_where_a_sentence_breaks() -> None:
     sentence = "it takes 12.3 ms of 45.6 ms and 78.9 % of the rest, which is 1.00 GB"
     for width in range(12, 60):
-        for line in wrapped(sentence, width):
+        for line in wrap_sentence(sentence, width):
             assert not re.search(r"\d$", line), (width, line)
 
 
@@ -329,7 +350,7 @@ def test_several_runs_have_a_row_each_and_everything_else_a_reason() -> None:
 
 
 def shown_recording(capture: Any) -> list[str]:
-    return [line.plain for line in recording({"capture": capture}, 80)]
+    return [line.plain for line in render_recording({"capture": capture}, 80)]
 
 
 def test_the_recording_says_the_command_the_window_and_what_it_cost() -> None:
@@ -364,7 +385,10 @@ def test_a_recording_of_other_kinds_is_left_out(capture: Any) -> None:
 
 def test_a_bar_of_a_table_is_as_long_as_its_share_of_the_longest() -> None:
     rows = [{"bar": Bar([("", "compute", ns)], ns, longest=400)} for ns in (400, 200, 100)]
-    drawn = [line.plain for line in table_lines(Table("t", "T", [Col("bar", "", "bar")], rows), ReportOptions(), 66)]
+    drawn = [
+        line.plain
+        for line in render_declared_table(Table("t", "T", [Col("bar", "", "bar")], rows), ReportOptions(), 66)
+    ]
     lengths = [line.count("█") for line in drawn if "█" in line]
     assert lengths[0] == 2 * lengths[1] == 4 * lengths[2]
 
@@ -374,10 +398,10 @@ def test_kernels_of_an_operator_are_counted_without_its_copies_and_every_view_ca
     rows = {row["name"]: row for row in document["operators"]}
     assert (rows["aten::mm"]["kernel_count"], rows["aten::copy_"]["kernel_count"]) == (3, 0)
     assert rows["aten::copy_"]["device_ns"] == 3 * 40_000
-    section = next(section for section in core() if section.key == "operators")
+    section = next(section for section in load_core_sections() if section.key == "operators")
     (table,) = section.tables(document)
     (shown,) = [each for each in table.columns if each.key == "kernel_count"]
-    declared = column("kernel_count", "operators")
+    declared = find_column("kernel_count", "operators")
     assert shown.title == declared.title == "Kernels"
     assert declared.meaning.startswith("kernels ")
     assert "cop" not in shown.hint + declared.meaning

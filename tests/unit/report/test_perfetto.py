@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.report.exports.perfetto import levels, microseconds, write
-from traceloom.report.views.timeline import busy
+from traceloom.report.exports.perfetto import assign_levels, format_microseconds, write
+from traceloom.report.views.timeline import compute_busy_percent
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
@@ -48,7 +48,7 @@ def test_no_two_spans_of_a_level_overlap_and_levels_are_as_low_as_can_be(spans: 
     spans.sort(key=lambda span: (span[0], -span[1]))
     start = np.array([s for s, _ in spans], dtype=np.int64)
     end = np.array([s + d for s, d in spans], dtype=np.int64)
-    level = levels(start, end)
+    level = assign_levels(start, end)
     for one in range(len(spans)):
         for other in range(one + 1, len(spans)):
             if level[one] == level[other]:
@@ -115,7 +115,7 @@ def test_curves_show_busy_time_waiting_launches_memory_and_recorded_counters() -
 
 @pytest.mark.parametrize("epoch", [0, 1_716_423_322_388_068_751])  # the second is beyond what a float holds exactly
 def test_busy_time_is_shared_over_the_parts_of_the_window(epoch: int) -> None:
-    edges, share = busy(np.array([0, 100, 5_000]) + epoch, np.array([500, 400, 10_000]) + epoch)
+    edges, share = compute_busy_percent(np.array([0, 100, 5_000]) + epoch, np.array([500, 400, 10_000]) + epoch)
     assert (edges[0] - epoch, edges[-1] - epoch) == (0, 10_000)
     assert share.max() <= 100
     covered = (share[:-1] * np.diff(edges)).sum() / 100
@@ -125,7 +125,7 @@ def test_busy_time_is_shared_over_the_parts_of_the_window(epoch: int) -> None:
 
 @given(st.lists(st.integers(0, 2**53), max_size=20))
 def test_times_come_out_exact_whether_cut_off_or_rounded(times: list[int]) -> None:
-    texts = microseconds(pl.Series("t", times, dtype=pl.Int64)).to_list()
+    texts = format_microseconds(pl.Series("t", times, dtype=pl.Int64)).to_list()
     for ns, text in zip(times, texts, strict=True):
         assert round(Decimal(text) * 1000) == ns
         if ns < 10**15:  # eleven days; beyond, doubles of microseconds are coarser than a nanosecond

@@ -12,7 +12,7 @@ import pytest
 
 from traceloom.cli import main
 from traceloom.report import ReportOptions, build
-from traceloom.report.figure import picture
+from traceloom.report.figure import draw_roofline
 from traceloom.report.sections.roofline import SECTION
 from traceloom.system import units
 from traceloom.testing import TraceBuilder
@@ -47,7 +47,7 @@ def circles(svg: str) -> list[ET.Element]:
 
 
 def test_the_picture_shows_each_operator_that_calculates_below_its_ceiling() -> None:
-    svg = picture(value(builder())["operators"])
+    svg = draw_roofline(value(builder())["operators"])
     (point,) = circles(svg)
     assert point.get("class") == "at-compute"
     told = point[0].text or ""
@@ -61,7 +61,7 @@ def test_the_picture_shows_each_operator_that_calculates_below_its_ceiling() -> 
 
 
 def test_operators_that_only_move_data_are_counted_but_not_drawn() -> None:
-    assert "1 that only move data, or take least time, are not drawn" in picture(value(builder())["operators"])
+    assert "1 that only move data, or take least time, are not drawn" in draw_roofline(value(builder())["operators"])
 
 
 def test_operators_of_a_rank_whose_gpu_work_is_not_recorded_are_counted_but_not_drawn() -> None:
@@ -70,13 +70,13 @@ def test_operators_of_a_rank_whose_gpu_work_is_not_recorded_are_counted_but_not_
     session = Session((builder().build(), lost.build()), "run")
     operators = build(session, ReportOptions(only=("roofline",)))["roofline"]["operators"]
     assert [row["shapes"] for row in operators if row["total_ns"] is None] == ["[[64,64],[64,64]]"]
-    svg = picture(operators)
+    svg = draw_roofline(operators)
     assert len(circles(svg)) == 1
     assert "2 that only move data, or take least time, are not drawn" in svg
 
 
 def test_without_peaks_points_are_drawn_without_ceilings() -> None:
-    svg = picture(value(builder(device="AMD Radeon Graphics"))["operators"])
+    svg = draw_roofline(value(builder(device="AMD Radeon Graphics"))["operators"])
     assert [point.get("class") for point in circles(svg)] == ["at-unknown"]
     assert "The peaks are not known" in svg
     assert 'class="roof"' not in svg
@@ -84,7 +84,7 @@ def test_without_peaks_points_are_drawn_without_ceilings() -> None:
 
 def test_names_in_the_picture_are_only_text() -> None:
     row = {**value(builder())["operators"][0], "name": EVIL, "shapes": '"><img>', "arithmetic": "<b>"}
-    svg = picture([row])
+    svg = draw_roofline([row])
     assert "<script" not in svg
     assert "<img" not in svg
     assert "<b>" not in svg
@@ -95,13 +95,13 @@ def test_names_in_the_picture_are_only_text() -> None:
 @pytest.mark.parametrize("rate", [1e-3, 1.0, 1e12, 1e18])
 def test_points_stay_inside_the_picture(rate: float) -> None:
     row = {**value(builder())["operators"][0], "intensity": rate / 1e9, "flop_rate": rate}
-    (point,) = circles(picture([row]))
+    (point,) = circles(draw_roofline([row]))
     assert 0 <= float(point.get("cx", "-1")) <= 1000
     assert 0 <= float(point.get("cy", "-1")) <= 460
 
 
 def test_nothing_to_draw_is_no_picture() -> None:
-    assert picture([]) == ""
+    assert draw_roofline([]) == ""
     empty = value(TraceBuilder())
     assert SECTION.picture(empty) == ""
     assert SECTION.summary(empty) is None
@@ -141,7 +141,7 @@ def test_operators_of_several_ranks_stand_by_their_time_and_are_one_point() -> N
     lines = (point[0].text or "").splitlines()
     fractions = [100 * row["roofline_fraction"] for row in found["operators"]]
     assert "60.0 µs in 3 calls" in lines  # 10 + 20 + 30
-    assert f"{units.flop_rate(3 * 2e6 / 60e-6)}, 33.3 FLOPs per byte" in lines
+    assert f"{units.format_flop_rate(3 * 2e6 / 60e-6)}, 33.3 FLOPs per byte" in lines
     assert "on 3 ranks" in lines
     assert f"{min(fractions):.1f} to {max(fractions):.1f} % of the roofline, bound by memory" in lines
     assert next(iter(SECTION.tables(found))).columns[0].key == "rank"

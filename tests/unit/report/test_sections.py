@@ -14,12 +14,12 @@ import pytest
 from traceloom import analyze
 from traceloom.errors import UsageError
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import chosen, every
+from traceloom.report.sections import load_extra_sections, select_sections
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
-from traceloom.trace.columns import COLUMNS, column
+from traceloom.trace.columns import COLUMNS, find_column
 from traceloom.trace.frames import UNITS
 from traceloom.trace.session import Session
 
@@ -42,7 +42,7 @@ def _session() -> Session:
 
 
 def test_keys_are_unique_and_spelled_like_options() -> None:
-    keys = [section.key for section in every()]
+    keys = [section.key for section in load_extra_sections()]
     assert len(set(keys)) == len(keys)
     assert all(key.replace("_", "").isalnum() and key == key.lower() for key in keys)
 
@@ -76,20 +76,20 @@ def test_the_units_of_columns_are_those_of_their_values(script: ModuleType) -> N
         for key, shape in properties.items():
             types = shape.get("type")
             if script.is_value(shape) and types is not None and "array" not in types:
-                numeric = column(key, path).unit not in ("text", "name")
+                numeric = find_column(key, path).unit not in ("text", "name")
                 assert numeric == any(name in types for name in ("integer", "number")), f"{path}.{key}"
 
 
 def test_the_most_specific_declaration_of_a_column_counts() -> None:
-    assert column("bytes", "copies.kinds").meaning == "bytes of those whose size is recorded"
-    assert column("rank", "copies.kinds") == column("rank")
+    assert find_column("bytes", "copies.kinds").meaning == "bytes of those whose size is recorded"
+    assert find_column("rank", "copies.kinds") == find_column("rank")
     assert all(declared.unit in UNITS and declared.title and declared.meaning for declared in COLUMNS.values())
     with pytest.raises(KeyError, match="no column `nothing`"):
-        column("nothing", "copies.kinds")
+        find_column("nothing", "copies.kinds")
 
 
 def test_every_section_is_described(check_words: Callable[[str], bool]) -> None:
-    missing = [section.key for section in every() if not check_words(section.key)]
+    missing = [section.key for section in load_extra_sections() if not check_words(section.key)]
     assert missing == [], "describe them in docs/reference/report-json.md"
 
 
@@ -101,15 +101,15 @@ def check_words() -> Callable[[str], bool]:
 
 def test_only_leaves_the_others_out_and_says_so() -> None:
     document = build(_session(), ReportOptions(only=("core",)))
-    assert all(document[section.key] is None for section in every())
+    assert all(document[section.key] is None for section in load_extra_sections())
     reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
-    assert all(reasons[section.key] == "not asked for (--only)" for section in every())
+    assert all(reasons[section.key] == "not asked for (--only)" for section in load_extra_sections())
     assert document["kernels"]
 
 
 def test_an_unknown_section_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError) as caught:
-        chosen(("kernelz",))
+        select_sections(("kernelz",))
     assert caught.value.slug == "no-such-section"
     assert "per_step" in str(caught.value.hint)
 

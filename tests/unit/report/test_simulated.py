@@ -81,7 +81,7 @@ def test_labels_of_links_stand_beside_the_picture(answer: Simulation) -> None:
 
 def test_a_mode_without_a_timeline_says_so(tmp_path: Path) -> None:
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 4, 1 << 20)
-    result = simulate(read, astra_sim.network("Switch", "4", "50", "500"), astra_sim.system(), aware=True)
+    result = simulate(read, astra_sim.network("Switch", "4", "50", "500"), astra_sim.system(), congestion_aware=True)
     page = simulation.render(report.build_simulation(result), result)
     assert "there is none of this mode" in page
     assert '<section id="links"' in page

@@ -8,15 +8,15 @@ from support.documents import check_document
 from traceloom.report import sweep
 from traceloom.report import sweep as sweep_page
 from traceloom.report.documents.sweep import SweepDocument
-from traceloom.report.views.page_table import MOST_ROWS
-from traceloom.workload.simulate.sweep import SweepRow, SweepTable, parse_axis, points_of
+from traceloom.report.views.page_table import MAX_ROWS
+from traceloom.workload.simulate.sweep import SweepRow, SweepTable, list_points, parse_axis
 
 
 def page(*axes: str, refused: int = -1) -> str:
     """A page whose times fall with the bandwidth."""
     parsed = [parse_axis(text) for text in axes]
     rows = []
-    for number, point in enumerate(points_of(parsed)):
+    for number, point in enumerate(list_points(parsed)):
         bandwidth = float(point.get("network.0.bandwidth", 1))  # type: ignore[arg-type]
         answer = {
             "time_ns": round(1e9 / bandwidth),
@@ -77,6 +77,6 @@ def test_columns_that_say_nothing_are_left_out() -> None:
 
 
 def test_a_table_that_is_cut_says_what_writes_all_of_it() -> None:
-    made = page(f"network.0.bandwidth=1..{MOST_ROWS + 1}")
+    made = page(f"network.0.bandwidth=1..{MAX_ROWS + 1}")
     assert "<code>-o sweep.csv</code> has all of them" in made
     assert "traceloom report -o" not in made

@@ -17,10 +17,10 @@ from support.pages import tables as tables_of_page
 from support.sessions import SORTS, made, page
 from traceloom.report import ReportOptions
 from traceloom.report.document import PICTURES, Col, Table
-from traceloom.report.sections import core, shown
-from traceloom.report.views.files import frames, write
+from traceloom.report.sections import load_core_sections, select_visible_sections
+from traceloom.report.views.files import build_table_frames, write
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.terminal import table_lines
+from traceloom.report.views.terminal import render_declared_table
 from traceloom.system import units
 from traceloom.trace.session import Session
 
@@ -32,7 +32,7 @@ every_sort = pytest.mark.parametrize("sort", SORTS, ids=lambda sort: sort.__name
 def declared(sort: Sort) -> Iterator[tuple[Any, Table]]:
     """Every table of a report, with its section."""
     _, document = made(sort)
-    for section in (*core(), *shown(document)):
+    for section in (*load_core_sections(), *select_visible_sections(document)):
         if value := section.value(document):
             for table in section.tables(value):
                 if table.rows:
@@ -67,7 +67,7 @@ def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
         if last is not None and last.kind in PICTURES:
             continue
         columns = [column for column in table.columns if column is not last] + [last] * (last is not None)
-        lines = [line.plain for line in table_lines(table, EVERY_ROW, 1_000)]
+        lines = [line.plain for line in render_declared_table(table, EVERY_ROW, 1_000)]
         titles = [column.title for column in columns]
         head = next(number for number, line in enumerate(lines) if cells(line) == titles)
         for line, row in zip(lines[head + 1 :], table.rows, strict=True):
@@ -131,10 +131,10 @@ def plain(value: Any) -> bool:
 def test_every_table_comes_back_from_its_file_as_it_is(sort: Sort, ending: str) -> None:
     _, document = made(sort)
     rows_of: dict[str, Table] = {}
-    for section in (*core(), *shown(document)):
+    for section in (*load_core_sections(), *select_visible_sections(document)):
         tables = [table for own, table in declared(sort) if own is section]
         rows_of |= {section.key if len(tables) == 1 else table.key: table for table in tables}
-    written = dict(frames(document))
+    written = dict(build_table_frames(document))
     assert set(written) == set(rows_of)
     for key, frame in written.items():
         handle = io.BytesIO()

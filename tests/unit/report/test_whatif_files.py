@@ -9,7 +9,7 @@ import pytest
 
 from support.pages import of_markdown
 from traceloom.changes.whatif import Sweep
-from traceloom.report.whatif import markdown, picture, render_before_after_page
+from traceloom.report.whatif import picture, render_before_after_page, render_markdown
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m|`"
 DOCUMENT = {
@@ -23,20 +23,20 @@ DOCUMENT = {
 
 
 def test_names_are_text_in_both_files() -> None:
-    assert of_markdown(markdown(DOCUMENT)).tags["script"] == 0
+    assert of_markdown(render_markdown(DOCUMENT)).tags["script"] == 0
     assert "<script>alert" not in render_before_after_page(DOCUMENT)
-    for text in (markdown(DOCUMENT), render_before_after_page(DOCUMENT)):
+    for text in (render_markdown(DOCUMENT), render_before_after_page(DOCUMENT)):
         assert "\x1b" not in text
         assert "This would save 2 ms." in text
         assert "take it as a hint" in text
 
 
 def test_ranks_are_named_in_markdown() -> None:
-    assert "| rank 1 |" in markdown(DOCUMENT)
+    assert "| rank 1 |" in render_markdown(DOCUMENT)
 
 
 def test_rows_of_markdown_tables_have_as_many_cells_as_their_heads() -> None:
-    rows = [line.replace("\\|", "") for line in markdown(DOCUMENT).splitlines() if line.startswith("|")]
+    rows = [line.replace("\\|", "") for line in render_markdown(DOCUMENT).splitlines() if line.startswith("|")]
     assert {row.count("|") for row in rows} == {4, 5}
 
 

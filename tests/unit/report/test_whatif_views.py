@@ -27,8 +27,8 @@ from traceloom.report import whatif as report
 from traceloom.report.before_after import build as before_after
 from traceloom.report.exports.perfetto import write_graph
 from traceloom.report.views.files import encode
-from traceloom.report.views.markdown import code
-from traceloom.report.whatif import markdown, picture
+from traceloom.report.views.markdown import format_code_span
+from traceloom.report.whatif import picture, render_markdown
 from traceloom.report.whatif import render_before_after_page as page
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
@@ -81,8 +81,8 @@ def test_the_document_adds_up(name: str) -> None:
 def test_the_sentence_says_which_way_it_goes(name: str, word: str) -> None:
     document = answered(name)[1]
     assert word in document["sentence"]
-    assert units.duration(document["before_ns"]) in document["sentence"] or word == "as before"
-    assert units.duration(document["after_ns"]) in document["sentence"]
+    assert units.format_duration(document["before_ns"]) in document["sentence"] or word == "as before"
+    assert units.format_duration(document["after_ns"]) in document["sentence"]
 
 
 @every_change
@@ -91,7 +91,9 @@ def test_before_after_and_saved_are_the_same_on_the_terminal_in_markdown_and_in_
     lines = [line.plain for line in report.render(document, 100)]
     rows = [line.split() for line in lines if re.match(r" rank \d  ", line)]
     head, *cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in markdown(document).splitlines() if "|" in line
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in render_markdown(document).splitlines()
+        if "|" in line
     ]
     assert head == ["rank", "before", "after", "saved"]
     drawn = ranks_of(page(document), len(document["ranks"]))
@@ -151,10 +153,10 @@ def test_a_host_that_recording_made_slower_is_told_apart() -> None:
     assert "without the profiler" not in document["sentence"]
     answer = answered("faster kernels")[0]
     slower = type(answer)(**{**vars(answer), "host_ratio": 1.5, "rescaled_saved_ns": answer.saved_ns // 2})
-    said = report.sentence(slower, 3)
+    said = report.describe_whatif(slower, 3)
     assert "of step 3" in said
     assert "1.50 × as long" in said
-    assert units.duration(answer.saved_ns // 2) in said
+    assert units.format_duration(answer.saved_ns // 2) in said
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_a_host_that_recording_made_slower_is_told_apart() -> None:
     ],
 )
 def test_parts_of_the_path_are_named_in_words(part: dict[str, str], words: str) -> None:
-    assert report.part_name(part) == words
+    assert report.describe_path_part(part) == words
 
 
 def hostile() -> Document:
@@ -181,7 +183,7 @@ def hostile() -> Document:
 
 def test_names_are_text_in_every_view() -> None:
     document = hostile()
-    text, shown = markdown(document), page(document)
+    text, shown = render_markdown(document), page(document)
     for found in (of_markdown(text), Elements(shown)):
         assert found.tags["img"] == 0
         assert sanitize(EVIL) in found.shown
@@ -196,7 +198,7 @@ def test_names_are_text_in_every_view() -> None:
 def test_a_change_reads_in_markdown_as_it_was_written(change: str) -> None:
     document = deepcopy(answered("faster kernels")[1])
     document["changes"] = [{"change": change, "assumes": "nothing_else *changes*"}]
-    found = of_markdown(markdown(document))
+    found = of_markdown(render_markdown(document))
     assert change in found.shown
     assert "nothing_else *changes*" in found.shown
     assert "em" not in found.tags
@@ -204,7 +206,7 @@ def test_a_change_reads_in_markdown_as_it_was_written(change: str) -> None:
 
 @given(st.text(min_size=1, max_size=60))
 def test_a_code_span_outside_a_table_shows_the_name_itself(name: str) -> None:
-    shown = of_markdown(f"before {code(name, 4_000, cell=False)} after").shown
+    shown = of_markdown(f"before {format_code_span(name, 4_000, cell=False)} after").shown
     assert shown.strip() == f"before {sanitize(name)} after" or not name.strip() or "  " in name or name != name.strip()
 
 
@@ -232,5 +234,5 @@ def test_the_picture_of_a_sweep_has_a_point_for_every_factor_where_its_time_is(r
     for dot, (factor, time) in zip(dots, sorted(rows), strict=True):
         assert 0 <= float(dot.attrib["cx"]) <= 640
         assert float(dot.attrib["cy"]) == pytest.approx(12 + 208 * (1 - time / most), abs=0.06)
-        assert dot.findtext(f"{space}title") == f"{factor:g}: {units.duration(time)}"
+        assert dot.findtext(f"{space}title") == f"{factor:g}: {units.format_duration(time)}"
     assert sanitize(EVIL) in (root.findtext(f"{space}title") or "")

@@ -20,7 +20,7 @@ from support.workload import collective, node, receive, send, write_set
 from traceloom.analyze import gate_summary
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif as evaluate
-from traceloom.formats.chakra.nodes import places, read_workload
+from traceloom.formats.chakra.nodes import find_file_sets, read_workload
 from traceloom.graph import Plan, law, link_session
 from traceloom.report import ReportOptions, build_runs, graph, memory, memory_sources, verdict, whatif
 from traceloom.report.comparison import render_terminal as render_diff
@@ -28,7 +28,14 @@ from traceloom.report.graph import render as render_graph
 from traceloom.report.verdict import render as render_verdict
 from traceloom.report.views import terminal
 from traceloom.report.views.terminal import render_memory
-from traceloom.report.workload import neighbours, of_graph, of_workload, render_node, row_of, summarise
+from traceloom.report.workload import (
+    build_node_document,
+    convert_graph,
+    convert_workload,
+    find_rows,
+    render_node,
+    summarise,
+)
 from traceloom.report.workload import render as render_workload
 from traceloom.system import units
 
@@ -71,7 +78,7 @@ def listed(name: str) -> Lines:
     saved = int(dt.datetime(2026, 1, 2, 3, 4, tzinfo=dt.timezone.utc).timestamp())
     summary = gate_summary.summarise(run(name, 20, "H100"))
     kept = gate_summary.Baseline(gate_summary.FORMAT, gate_summary.VERSION, "0.0.0", "main", saved, [summary])
-    rows = [verdict.row(f"main-{number}", kept) for number in range(3)]
+    rows = [verdict.build_baseline_row(f"main-{number}", kept) for number in range(3)]
     return partial(verdict.render_baselines, rows, 2)
 
 
@@ -89,7 +96,7 @@ def shown(lines: Lines, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[s
     """What stands on a terminal of so many columns."""
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = io.StringIO()
-    terminal.put(lines, stream)
+    terminal.print_lines(lines, stream)
     return stream.getvalue().splitlines()
 
 
@@ -129,7 +136,7 @@ def test_both_sides_and_the_difference_stand_on_every_terminal(columns: int, mon
     text = squeezed(shown(diff(PLAIN), columns, monkeypatch))
     for row in both["breakdown"]:
         for key in ("base_ns", "new_ns", "difference_ns"):
-            assert squeezed([units.duration(row[key])]) in text, (row["part"], key)
+            assert squeezed([units.format_duration(row[key])]) in text, (row["part"], key)
     for row in both["conditions"]:
         if not row["same"]:
             assert all(squeezed([word]) in text for side in ("base", "new") for word in row[side].split())
@@ -137,8 +144,8 @@ def test_both_sides_and_the_difference_stand_on_every_terminal(columns: int, mon
     assert squeezed([judged["sentence"]]) in text
     for row in judged["checks"]:
         assert squeezed([f"{100 * row['change']:+.2f} %"]) in text
-        assert squeezed([units.duration(round(row["base"]))]) in text
-        assert squeezed([units.duration(round(row["new"]))]) in text
+        assert squeezed([units.format_duration(round(row["base"]))]) in text
+        assert squeezed([units.format_duration(round(row["new"]))]) in text
 
 
 @pytest.mark.parametrize("columns", [60, 80, 140])
@@ -159,12 +166,15 @@ def test_workloads_and_their_nodes_keep_to_the_width(
         for rank in range(2)
     ]  # fmt: skip
     home = write_set(tmp_path, *ranks, groups={name: [0, 1]})
-    networks = [of_workload(read_workload(places([str(home)])[0], lambda path: None)), of_graph(small_graph(2))]
+    networks = [
+        convert_workload(read_workload(find_file_sets([str(home)])[0], lambda path: None)),
+        convert_graph(small_graph(2)),
+    ]
     for network in networks:
         views: list[Lines] = [partial(render_workload, summarise(network))]
         identities = [1, 3, 4] if network is networks[0] else [0, 4]
         for identity in identities:
-            document = neighbours(network, row_of(network, identity, 0)[0])
+            document = build_node_document(network, find_rows(network, identity, 0)[0])
             views.append(partial(render_node, {**document, "attributes": {name[:30]: name, "size": "3"}}))
         for lines in views:
             for columns in (60, 100, 140):

@@ -9,7 +9,7 @@ import pytest
 
 from traceloom.errors import UsageError
 from traceloom.testing import TraceBuilder
-from traceloom.trace.batch import cut, of_steps
+from traceloom.trace.batch import cut_session_to_steps, cut_trace_to_steps
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
@@ -56,7 +56,7 @@ def chosen(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 def test_events_of_the_steps_stay_as_they_are_and_point_to_the_same_ones(chosen: tuple[int, int]) -> None:
-    part, before = cut(whole(), chosen), whole().events.filter(pl.col("step").is_between(*chosen))
+    part, before = cut_trace_to_steps(whole(), chosen), whole().events.filter(pl.col("step").is_between(*chosen))
     for column in ("op", "launch"):
         assert names_of(part, part.events[column]) == names_of(whole(), before[column]), column
     new = ["event", "parent", "depth", "op", "launch"]
@@ -65,7 +65,7 @@ def test_events_of_the_steps_stay_as_they_are_and_point_to_the_same_ones(chosen:
 
 
 def test_the_steps_are_roots_and_what_they_enclose_is_as_deep_as_it_is_in_them(chosen: tuple[int, int]) -> None:
-    part = cut(whole(), chosen)
+    part = cut_trace_to_steps(whole(), chosen)
     around = dict(zip(part.events["name"], names_of(part, part.events["parent"]), strict=True))
     depth = dict(part.events.select("name", "depth").rows())
     for step in range(chosen[0], chosen[1] + 1):
@@ -79,7 +79,7 @@ def test_the_steps_are_roots_and_what_they_enclose_is_as_deep_as_it_is_in_them(c
 
 @pytest.mark.parametrize("frame", ["tensors", "copies", "python", "collectives", "kernels", "sources"])
 def test_rows_about_events_are_those_of_the_events_left(frame: str, chosen: tuple[int, int]) -> None:
-    part, table = cut(whole(), chosen), whole().frames()[frame]
+    part, table = cut_trace_to_steps(whole(), chosen), whole().frames()[frame]
     inside = whole().events["step"].is_between(*chosen).fill_null(value=False).gather(table["event"])
     before, after = table.filter(inside), part.frames()[frame]
     assert before.height
@@ -88,7 +88,7 @@ def test_rows_about_events_are_those_of_the_events_left(frame: str, chosen: tupl
 
 
 def test_arrows_stay_where_both_ends_do(chosen: tuple[int, int]) -> None:
-    part, table = cut(whole(), chosen), whole().flows
+    part, table = cut_trace_to_steps(whole(), chosen), whole().flows
     steps = whole().events["step"]
     ends = [steps.gather(table[end]).is_between(*chosen).to_list() for end in ("source", "target")]
     before = table.filter([source and target for source, target in zip(*ends, strict=True)])
@@ -99,7 +99,7 @@ def test_arrows_stay_where_both_ends_do(chosen: tuple[int, int]) -> None:
 
 
 def test_moments_belong_to_the_steps_they_lie_in_the_end_not_included(chosen: tuple[int, int]) -> None:
-    part = cut(whole(), chosen)
+    part = cut_trace_to_steps(whole(), chosen)
     low, high = 1000 * LENGTH * (chosen[0] + 1), 1000 * LENGTH * (chosen[1] + 2)
     for frame in ("allocations", "counters", "marks"):
         times = [time for time in whole().frames()[frame]["time_ns"].to_list() if low <= time < high]
@@ -111,7 +111,7 @@ def test_moments_belong_to_the_steps_they_lie_in_the_end_not_included(chosen: tu
 
 
 def test_lanes_count_what_is_left_and_how_long_it_ran(chosen: tuple[int, int]) -> None:
-    part = cut(whole(), chosen)
+    part = cut_trace_to_steps(whole(), chosen)
     events = part.events.select("lane", "start_ns", "nested_end_ns").rows()
     for lane in part.lanes.to_dicts():
         spans = sorted((start, end) for number, start, end in events if number == lane["lane"])
@@ -129,13 +129,13 @@ def test_lanes_count_what_is_left_and_how_long_it_ran(chosen: tuple[int, int]) -
 
 @pytest.mark.parametrize("first", [(0, STEPS - 1), (-9, 99), (1, 3), (1, 2)])
 def test_a_part_of_a_part_is_a_part_of_the_whole(first: tuple[int, int]) -> None:
-    twice, once = cut(cut(whole(), first), (1, 2)), cut(whole(), (1, 2))
+    twice, once = cut_trace_to_steps(cut_trace_to_steps(whole(), first), (1, 2)), cut_trace_to_steps(whole(), (1, 2))
     for name, frame in once.frames().items():
         assert twice.frames()[name].equals(frame), name
 
 
 def test_of_no_step_nothing_is_left_but_lanes_and_devices() -> None:
-    part = cut(whole(), (7, 9))
+    part = cut_trace_to_steps(whole(), (7, 9))
     part.check()
     kept = {name: frame.height for name, frame in part.frames().items() if frame.height}
     assert kept == {"lanes": whole().lanes.height, "devices": whole().devices.height}
@@ -145,7 +145,7 @@ def test_of_no_step_nothing_is_left_but_lanes_and_devices() -> None:
 
 def test_the_whole_is_not_changed() -> None:
     before = {name: frame.clone() for name, frame in whole().frames().items()}
-    cut(whole(), (1, 1))
+    cut_trace_to_steps(whole(), (1, 1))
     assert all(frame.equals(before[name]) for name, frame in whole().frames().items())
 
 
@@ -166,6 +166,6 @@ def test_steps_that_no_rank_has_are_refused_with_those_of_all_ranks(
         ranks[rank].step(step, 100 * step, 100)
     session = Session(tuple(made.build() for made in ranks), "two")
     with pytest.raises(UsageError) as caught:
-        of_steps(session, chosen_steps)
+        cut_session_to_steps(session, chosen_steps)
     assert (caught.value.slug, caught.value.message) == ("no-such-step", message)
-    assert [trace.steps["step"].to_list() for trace in of_steps(session, (4, 7)).traces] == [[7], [4]]
+    assert [trace.steps["step"].to_list() for trace in cut_session_to_steps(session, (4, 7)).traces] == [[7], [4]]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections import every
-from traceloom.report.sections.kernels import stacked
+from traceloom.report.sections import load_extra_sections
+from traceloom.report.sections.kernels import draw_stacked_bars
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 
 KEYS = ("kinds", "kernel_shapes", "copies", "counters")
-SECTION = {section.key: section for section in every()}
+SECTION = {section.key: section for section in load_extra_sections()}
 
 
 def rank(number: int | None, gemm_us: float, kernels: int = 1) -> TraceBuilder:
@@ -91,10 +91,10 @@ def test_unknown_ranks_are_told_apart_from_none() -> None:
 
 def test_the_picture_is_to_scale_and_escapes_names() -> None:
     colours = {"gemm": "compute", "idle": "idle"}
-    svg = stacked([("<b>", [("gemm", 750), ("idle", 250)]), ("GPU 1", [("gemm", 500)])], colours)
+    svg = draw_stacked_bars([("<b>", [("gemm", 750), ("idle", 250)]), ("GPU 1", [("gemm", 500)])], colours)
     assert "<b>" not in svg
     assert "&lt;b&gt;" in svg
     assert '<rect class="f-compute" x="130.0" y="0" width="844.5"' in svg  # three quarters of the bar's room
     assert "gemm: 750 ns, 75.0 %" in svg
     assert "style=" not in svg  # the page allows none
-    assert stacked([("GPU 0", [])], colours) == ""
+    assert draw_stacked_bars([("GPU 0", [])], colours) == ""

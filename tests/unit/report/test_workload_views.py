@@ -19,15 +19,22 @@ from support.sessions import EVIL, made, training
 from support.small_graph import small_graph
 from support.workload import collective, node, receive, send, write_set
 from traceloom.cli import main
-from traceloom.formats.chakra.nodes import places, read_workload
+from traceloom.formats.chakra.nodes import find_file_sets, read_workload
 from traceloom.graph import link_session
 from traceloom.graph.graph import Graph
 from traceloom.report import graph as graph_document
 from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
 from traceloom.report.exports.perfetto import write_graph
 from traceloom.report.views.files import encode
-from traceloom.report.workload import NodeNetwork, neighbours, of_graph, of_workload, row_of, summarise
-from traceloom.report.workload_drawing import arrange, collapsed, neighbourhood, render
+from traceloom.report.workload import (
+    NodeNetwork,
+    build_node_document,
+    convert_graph,
+    convert_workload,
+    find_rows,
+    summarise,
+)
+from traceloom.report.workload_drawing import arrange, build_neighbourhood, collapse_nodes, render
 from traceloom.system.sanitize import sanitize
 
 RANKS = 2
@@ -75,7 +82,7 @@ def written(home: Path, ranks: list[list[Plain]]) -> Path:
 
 
 def network_of(home: Path) -> NodeNetwork:
-    return of_workload(read_workload(places([str(home)])[0], lambda path: None))
+    return convert_workload(read_workload(find_file_sets([str(home)])[0], lambda path: None))
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
@@ -155,7 +162,7 @@ def test_sizes_that_no_file_tells_are_unknown_and_not_nothing(tmp_path: Path) ->
 def test_neighbours_are_what_a_node_waits_for_and_what_waits_for_it(workload: tuple[list[Plain], NodeNetwork]) -> None:
     rows, network = workload
     for row in rows[::7]:
-        document = neighbours(network, row_of(network, row["id"], row["rank"])[0])
+        document = build_node_document(network, find_rows(network, row["id"], row["rank"])[0])
         check_document(document, NodeDocument)
         assert document["node"]["name"] == row["name"]
         before = [(one, "data") for one in row["deps"] if one != 999] + [(one, "control") for one in row["ctrl"]]
@@ -175,7 +182,7 @@ def test_a_drawing_has_every_node_and_every_dependency_in_its_boxes(
     workload: tuple[list[Plain], NodeNetwork], most: int
 ) -> None:
     rows, network = workload
-    picture = collapsed(network, most=most)
+    picture = collapse_nodes(network, max_boxes=most)
     assert sum(box.count for box in picture.boxes) == len(rows)
     assert sum(box.time_ns for box in picture.boxes) == sum(1000 * row["us"] for row in rows)
     assert sum(link.count for link in picture.links) == summarise(network)["edges"]
@@ -203,7 +210,7 @@ def test_a_neighbourhood_is_what_a_node_waits_for_and_what_waits_for_it_in_so_ma
         for _ in range(depth):
             front = {other for one, other in ends if one in front}
             reached |= front
-    picture = neighbourhood(network, row_of(network, start, 0)[0], depth)
+    picture = build_neighbourhood(network, find_rows(network, start, 0)[0], depth)
     assert {box.note for box in picture.boxes} == {f"node {number}, rank 0" for number in reached}
     assert [box.note for box in picture.boxes if box.chosen] == [f"node {start}, rank 0"]
 
@@ -211,7 +218,7 @@ def test_a_neighbourhood_is_what_a_node_waits_for_and_what_waits_for_it_in_so_ma
 def test_names_of_strangers_are_text_in_a_drawing(tmp_path: Path) -> None:
     nodes = [node(1, name=EVIL), collective(2, deps=[1], name=EVIL, pg_name=EVIL), send(3, 1, deps=[2], name=EVIL)]
     network = network_of(write_set(tmp_path, nodes, [receive(1, 0, name=EVIL)], groups={EVIL: [0, 1]}))
-    for picture in (collapsed(network), neighbourhood(network, 1, 2)):
+    for picture in (collapse_nodes(network), build_neighbourhood(network, 1, 2)):
         page = render(picture, summarise(network))
         assert "<img" not in page
         assert not re.search("[\x1b\u202e\u2028]", page)
@@ -238,12 +245,12 @@ def test_the_summary_of_a_graph_counts_its_nodes_and_edges(graph: Graph) -> None
     assert told == Counter((row["kind"], row["evidence"]) for row in edges)
     assert (document["nodes"]["count"], document["edges"]["count"]) == (len(nodes), len(edges))
     assert document["law"] is None
-    network = of_graph(graph)
+    network = convert_graph(graph)
     summary = summarise(network)
     check_document(summary, WorkloadSummaryDocument)
     assert summary["edges"] == len(edges)
     for number in range(len(nodes)):
-        check_document(neighbours(network, number), NodeDocument)
+        check_document(build_node_document(network, number), NodeDocument)
 
 
 @pytest.mark.parametrize("make", [lambda: small_graph(1), lambda: small_graph(2), linked], ids=["one", "two", "linked"])

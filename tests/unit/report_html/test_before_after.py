@@ -19,7 +19,7 @@ from traceloom.changes.changes import parse
 from traceloom.changes.whatif import WhatIf, scenario_of, whatif
 from traceloom.cli import main
 from traceloom.graph import calibrate
-from traceloom.graph.critical_path import critical_path
+from traceloom.graph.critical_path import find_critical_path
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import join_ranks
 from traceloom.graph.law import law
@@ -27,7 +27,7 @@ from traceloom.graph.rank import link_rank
 from traceloom.report import before_after, simulation
 from traceloom.report import whatif as report
 from traceloom.report import whatif as report_whatif
-from traceloom.report.before_after import pieces
+from traceloom.report.before_after import merge_nodes
 from traceloom.testing import TraceBuilder
 from traceloom.workload.simulate.native import run
 
@@ -49,7 +49,7 @@ def graph_of(name: str) -> Graph:
     return calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
 
 
-def drawn(graph: Graph, *texts: str, limit: int = 10_000) -> tuple[before_after.BeforeAfter, WhatIf]:
+def drawn(graph: Graph, *texts: str, limit: int = 10_000) -> tuple[before_after.BeforeAfterTimeline, WhatIf]:
     changes = [parse(text) for text in texts]
     found = whatif(graph, changes)
     view = before_after.build(graph, scenario_of(graph, changes), found, limit=limit)
@@ -145,7 +145,7 @@ def test_the_line_of_a_path_is_parted_where_it_goes_over_ranks_that_are_not_draw
     view, _ = drawn(graph, "kernels * 0.9")
     header, _ = unpacked(view.payload)
     ranks = {rank["rank"] for rank in header["ranks"]}
-    spent = graph.nodes[critical_path(graph).nodes].group_by("rank").agg(pl.col("work_ns").sum())
+    spent = graph.nodes[find_critical_path(graph).nodes].group_by("rank").agg(pl.col("work_ns").sum())
     assert spent.filter(~pl.col("rank").is_in(list(ranks)), pl.col("work_ns") > 1_000_000).height
     parted = [one for one in header["path"]["stretches"] if len(one) > 3]
     assert 1 <= len(parted) <= 8
@@ -166,7 +166,7 @@ def test_pieces_are_few_whatever_the_trace_and_hold_every_node(limit: int) -> No
     start[1] = start[0] // 2
     kept = np.where(random.random(count) < 0.1, 0, long // 2)
     end = start + np.stack([long, kept])
-    found = pieces(lane, start, end, limit)
+    found = merge_nodes(lane, start, end, limit)
     assert found.lane.size <= limit
     assert int(found.count.sum()) == count
     assert sorted(found.order.tolist()) == list(range(count))
@@ -181,16 +181,16 @@ def test_pieces_are_few_whatever_the_trace_and_hold_every_node(limit: int) -> No
 def test_pieces_are_few_even_where_after_is_in_no_order() -> None:
     random = np.random.default_rng(3)
     start = np.stack([np.arange(30_000) * 10, random.permutation(30_000) * 10])
-    found = pieces(np.zeros(30_000, dtype=np.int64), start, start + 8, 500)
+    found = merge_nodes(np.zeros(30_000, dtype=np.int64), start, start + 8, 500)
     assert found.lane.size <= 501
     assert int(found.count.sum()) == 30_000
 
 
 def test_few_nodes_are_pieces_of_their_own_and_no_node_is_no_piece() -> None:
     start = np.array([[0, 10, 20], [0, 5, 10]])
-    found = pieces(np.array([0, 0, 1]), start, start + np.array([[5], [2]]), 10)
+    found = merge_nodes(np.array([0, 0, 1]), start, start + np.array([[5], [2]]), 10)
     assert (found.grain_ns, found.count.tolist()) == (0, [1, 1, 1])
-    assert pieces(np.zeros(0, dtype=np.int64), np.zeros((2, 0), int), np.zeros((2, 0), int), 10).lane.size == 0
+    assert merge_nodes(np.zeros(0, dtype=np.int64), np.zeros((2, 0), int), np.zeros((2, 0), int), 10).lane.size == 0
 
 
 def test_what_is_drawn_together_says_so(unpacked: Unpack) -> None:
@@ -258,7 +258,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_work_of_files_without_categories_has_the_colour_of_its_kind(unpacked: Unpack, tmp_path: Path) -> None:
     nodes = [node(1, us=5, is_cpu_op=False, name="layer"), node(2, us=5, is_cpu_op=True, name="call", deps=[1])]
-    view = simulation.picture(run(write_set(tmp_path / "set", nodes)))
+    view = simulation.build_timeline(run(write_set(tmp_path / "set", nodes)))
     assert view is not None
     header, _ = unpacked(view.payload)
     assert {name: header["categories"][code] for name, code in header["labels"]} == {"layer": "kernel", "call": "op"}

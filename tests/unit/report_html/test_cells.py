@@ -6,32 +6,32 @@ from typing import Any
 
 from support.pages import tables
 from traceloom.report.document import Bar, Col
-from traceloom.report.figure import text
-from traceloom.report.views.page_table import packed, table
+from traceloom.report.figure import escape_html
+from traceloom.report.views.page_table import pack_column, render_html_table
 
 
 def drawn(columns: list[Col], rows: list[dict[str, Any]], **reasons: str) -> str:
-    return table("t", columns, rows, reasons, "Made")
+    return render_html_table("t", columns, rows, reasons, "Made")
 
 
 def test_numbers_are_exact_and_each_text_stands_once() -> None:
-    assert packed(Col("t", "T", "time"), [1_234_567, None], "not told") == {
+    assert pack_column(Col("t", "T", "time"), [1_234_567, None], "not told") == {
         "key": "t", "title": "T", "kind": "time", "why": "not told", "values": [1_234_567, None],
     }  # fmt: skip
-    column = packed(Col("s", "S"), ["a", "b", None, "a"], "")
+    column = pack_column(Col("s", "S"), ["a", "b", None, "a"], "")
     assert (column["texts"], column["at"]) == (["a", "b"], [0, 1, -1, 0])
 
 
 def test_a_long_name_is_cut_and_whole() -> None:
     name = "void " + "kernel_" * 20 + "<float>"
-    shown, whole = packed(Col("n", "N", "name"), [name], "")["texts"][0]
+    shown, whole = pack_column(Col("n", "N", "name"), [name], "")["texts"][0]
     assert len(shown) <= 64
     assert whole == name
 
 
 def test_a_bar_has_its_parts_that_take_time() -> None:
     bar = Bar([("compute", "compute", 3), ("idle", "idle", 0)], 4, 8)
-    assert packed(Col("b", "B", "bar"), [bar], "")["values"] == [[4, 8, [["compute", "compute", 3]]]]
+    assert pack_column(Col("b", "B", "bar"), [bar], "")["values"] == [[4, 8, [["compute", "compute", 3]]]]
 
 
 def test_the_name_comes_first() -> None:
@@ -47,10 +47,10 @@ def test_columns_of_zeros_and_unknowns_are_named_not_shown() -> None:
 
 
 def test_no_more_rows_than_asked_for() -> None:
-    page = table("t", [Col("a", "A", "count")], [{"a": k + 1} for k in range(9)], {}, "Made", most=4)
+    page = render_html_table("t", [Col("a", "A", "count")], [{"a": k + 1} for k in range(9)], {}, "Made", max_rows=4)
     assert len(tables(page)["t"]) == 4
     assert "The first 4 of 9 rows" in page
 
 
 def test_texts_are_escaped_and_control_characters_spelled_out() -> None:
-    assert text("<b>&\"'\x1b\u202e") == "&lt;b&gt;&amp;&quot;&#x27;\\x1b\\u202e"
+    assert escape_html("<b>&\"'\x1b\u202e") == "&lt;b&gt;&amp;&quot;&#x27;\\x1b\\u202e"

@@ -148,7 +148,7 @@ def test_the_exported_trace_has_a_track_of_the_path_and_arrows_along_it(make: Ca
 
 
 def test_a_job_too_large_to_be_linked_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(critical_path, "_MOST_EVENTS", 5)
+    monkeypatch.setattr(critical_path, "_MAX_EVENTS", 5)
     document = build(one_rank(), ONLY)
     assert document["critical_path"] is None
     reason = next(entry["reason"] for entry in document["absent"] if entry["path"] == "critical_path")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.report.views.page_table import pack, varints, zigzag
+from traceloom.report.views.page_table import encode_varints, encode_zigzag, pack
 
 
 def decoded(body: bytes) -> list[int]:
@@ -27,24 +27,24 @@ def decoded(body: bytes) -> list[int]:
 
 @given(st.lists(st.integers(0, 2**62)))
 def test_varints_give_back_every_integer(values: list[int]) -> None:
-    assert decoded(varints(np.array(values, dtype=np.int64))) == values
+    assert decoded(encode_varints(np.array(values, dtype=np.int64))) == values
 
 
 @given(st.lists(st.integers(-(2**61), 2**61)))
 def test_zigzag_keeps_small_numbers_small_and_can_be_undone(values: list[int]) -> None:
-    coded = zigzag(np.array(values, dtype=np.int64)).tolist()
+    coded = encode_zigzag(np.array(values, dtype=np.int64)).tolist()
     assert [(c >> 1) ^ -(c & 1) for c in coded] == values
     assert all(c in (2 * abs(v), 2 * abs(v) - 1) for c, v in zip(coded, values, strict=True))
 
 
 def test_a_varint_takes_one_byte_for_each_seven_bits() -> None:
-    sizes = [len(varints(np.array([v], dtype=np.int64))) for v in (0, 127, 128, 16_383, 16_384, 2**56)]
+    sizes = [len(encode_varints(np.array([v], dtype=np.int64))) for v in (0, 127, 128, 16_383, 16_384, 2**56)]
     assert sizes == [1, 1, 2, 2, 3, 9]
 
 
 def test_negative_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="non-negative"):
-        varints(np.array([-1]))
+        encode_varints(np.array([-1]))
 
 
 def test_the_header_lists_the_columns_in_order() -> None:

@@ -16,7 +16,7 @@ import pytest
 from support.pages import islands, tables, words
 from traceloom.errors import DOCUMENTATION
 from traceloom.report import run as document
-from traceloom.report.figure import embedded_json
+from traceloom.report.figure import render_json_script
 from traceloom.report.views.page import SCRIPTS, STYLES, render_report_page
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
@@ -241,7 +241,7 @@ def test_hostile_names_are_text_everywhere(session: Session, named_trace: Callab
 
 @pytest.mark.parametrize("times", [1, 100])
 def test_islands_keep_hostile_names_inside_json(times: int) -> None:
-    made = embedded_json({"name": EVIL * times})
+    made = render_json_script({"name": EVIL * times})
     assert islands(made) == [{"name": EVIL * times}]
     body = made.removeprefix('<script type="application/json">').removesuffix("</script>")
     assert not re.search("[<>&\u2028\u2029]", body)

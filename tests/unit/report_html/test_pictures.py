@@ -16,14 +16,21 @@ from hypothesis import strategies as st
 from support.figures import figure
 from support.pages import Elements, islands
 from support.sessions import EVIL
-from traceloom.report.figure import bar, blocks, changes, downsample, heat_map, legend
+from traceloom.report.figure import (
+    downsample,
+    draw_heat_map,
+    draw_stacked_bar,
+    encode_level_changes,
+    pick_block_character,
+    render_legend,
+)
 from traceloom.report.figure import draw_curve as curve_figure
 from traceloom.report.figure import draw_icicle as icicle
-from traceloom.report.figure import picture as roofline
-from traceloom.report.sections.kernels import stacked
-from traceloom.report.sections.launches import curves
-from traceloom.report.views.page_head import Reasons, capture
-from traceloom.report.views.terminal_table import plain, sparkline
+from traceloom.report.figure import draw_roofline as roofline
+from traceloom.report.sections.kernels import draw_stacked_bars
+from traceloom.report.sections.launches import draw_step_curves
+from traceloom.report.views.page_head import Reasons, render_capture
+from traceloom.report.views.terminal_table import draw_bar, draw_sparkline
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 
@@ -68,7 +75,7 @@ def test_the_boxes_of_a_bar_stand_side_by_side_and_are_as_wide_as_their_share(
     parts: list[tuple[str, str, int]],
 ) -> None:
     whole = sum(ns for _, _, ns in parts)
-    boxes = svg(bar(parts, whole)).findall("rect")
+    boxes = svg(draw_stacked_bar(parts, whole)).findall("rect")
     drawn = [(label, ns) for label, _, ns in parts if ns]
     assert len(boxes) == len(drawn)
     left = 0.0
@@ -77,7 +84,7 @@ def test_the_boxes_of_a_bar_stand_side_by_side_and_are_as_wide_as_their_share(
         assert float(element.attrib["width"]) == pytest.approx(1000 * ns / whole, abs=0.006)
         left += 1000 * ns / whole
         title = element.findtext("title") or ""
-        assert title == f"{sanitize(label)} {units.duration(ns)} ({units.share(ns, whole)})"
+        assert title == f"{sanitize(label)} {units.format_duration(ns)} ({units.format_share(ns, whole)})"
     assert left == pytest.approx(1000 if whole else 0)
 
 
@@ -86,13 +93,13 @@ def test_bars_of_one_picture_are_as_long_as_they_are_of_the_longest(
     parts: list[tuple[str, str, int]], more: int
 ) -> None:
     whole = sum(ns for _, _, ns in parts)
-    boxes = svg(bar(parts, whole, whole + more)).findall("rect")
+    boxes = svg(draw_stacked_bar(parts, whole, whole + more)).findall("rect")
     drawn = sum(float(element.attrib["width"]) for element in boxes)
     assert drawn == pytest.approx(1000 * whole / (whole + more), abs=0.05)
 
 
 def test_a_legend_names_the_parts_that_take_time_with_their_shares() -> None:
-    found = Elements(legend([("busy", "compute", 750), ("none", "memory", 0), (EVIL, "idle", 250)], 1000))
+    found = Elements(render_legend([("busy", "compute", 750), ("none", "memory", 0), (EVIL, "idle", 250)], 1000))
     assert found.tags["li"] == 2
     assert "75.0 %" in found.shown
     assert "25.0 %" in found.shown
@@ -104,7 +111,7 @@ def test_a_legend_names_the_parts_that_take_time_with_their_shares() -> None:
 def test_stacked_bars_share_one_scale(times: list[list[int]]) -> None:
     names = ["gemm", "copy", "strange", "idle"]
     bars = [(f"GPU {number}", list(zip(names, row, strict=False))) for number, row in enumerate(times)]
-    drawn = stacked(bars, {"gemm": "compute", "copy": "memory", "idle": "idle"})
+    drawn = draw_stacked_bars(bars, {"gemm": "compute", "copy": "memory", "idle": "idle"})
     longest = max(map(sum, times))
     assert bool(drawn) == bool(longest)
     if not drawn:
@@ -128,7 +135,7 @@ def test_stacked_bars_share_one_scale(times: list[list[int]]) -> None:
 
 @given(st.floats(0, 1), st.integers(1, 80))
 def test_a_share_on_a_terminal_is_seen_where_it_is_not_nothing(fraction: float, width: int) -> None:
-    shown = plain(fraction, width, "").plain
+    shown = draw_bar(fraction, width, "").plain
     assert len(shown) <= width
     assert bool(shown) == (fraction > 0)
     assert abs(len(shown) - width * fraction) <= 1.0
@@ -136,7 +143,7 @@ def test_a_share_on_a_terminal_is_seen_where_it_is_not_nothing(fraction: float, 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=200), st.integers(1, 80))
 def test_a_sparkline_has_its_highest_bar_where_the_highest_value_is(values: list[float], width: int) -> None:
-    shown = sparkline(values, width)
+    shown = draw_sparkline(values, width)
     assert len(shown) == min(width, len(values))
     top = max(values)
     if top > 0:
@@ -156,7 +163,7 @@ def test_a_sparkline_has_its_highest_bar_where_the_highest_value_is(values: list
 def test_cells_of_a_heat_map_are_as_dark_as_their_value(cells: dict[tuple[int, int], float]) -> None:
     rows = columns = list(range(10))
     labels = {key: f"{sanitize(EVIL)} {value}" for key, value in cells.items()}
-    drawn = heat_map(cells, rows, columns, labels, titles=("from rank", "to rank"))
+    drawn = draw_heat_map(cells, rows, columns, labels, titles=("from rank", "to rank"))
     most = max(cells.values(), default=0)
     assert bool(drawn) == (most > 0)
     if not drawn:
@@ -176,16 +183,16 @@ def test_cells_of_a_heat_map_are_as_dark_as_their_value(cells: dict[tuple[int, i
 
 def test_a_heat_map_that_nobody_could_read_is_none() -> None:
     cells = {(row, 0): 1.0 for row in range(200)}
-    assert heat_map(cells, list(range(200)), [0], {}, titles=("rank", "step")) == ""
-    assert heat_map({}, [], [], {}, titles=("rank", "step")) == ""
+    assert draw_heat_map(cells, list(range(200)), [0], {}, titles=("rank", "step")) == ""
+    assert draw_heat_map({}, [], [], {}, titles=("rank", "step")) == ""
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(0, "·"), (1, "·"), (25, "░"), (50, "▒"), (75, "▓"), (100, "█"), (400, "█")]
 )
 def test_one_character_stands_for_a_value_on_a_terminal(value: float, shown: str) -> None:
-    assert blocks(value, 100) == shown
-    assert blocks(value, 0) == "·"
+    assert pick_block_character(value, 100) == shown
+    assert pick_block_character(value, 0) == "·"
 
 
 # -- curves -------------------------------------------------------------------------------------------------------
@@ -229,13 +236,13 @@ def test_the_curve_of_memory_is_a_staircase_inside_its_frame(steps: list[tuple[i
     assert data["times"] == times
     assert data["series"][0] == {"name": "allocated", "values": curve["allocated_bytes"]}
     said = Elements(drawn).shown
-    assert f"peak {units.size(max(curve['allocated_bytes']))} allocated" in said
+    assert f"peak {units.format_size(max(curve['allocated_bytes']))} allocated" in said
 
 
 @given(st.dictionaries(st.sampled_from("abcdefghijkl"), st.lists(st.integers(0, 500), max_size=12), max_size=12))
 def test_the_eight_highest_curves_are_drawn_with_their_legend(values: dict[str, list[int]]) -> None:
     lines = {name: list(enumerate(heights)) for name, heights in values.items()}
-    drawn = curves(lines, "launches pending")
+    drawn = draw_step_curves(lines, "launches pending")
     names = [name for name, heights in values.items() if heights]
     assert bool(drawn) == bool(names)
     if not drawn:
@@ -253,7 +260,7 @@ def test_the_eight_highest_curves_are_drawn_with_their_legend(values: dict[str, 
 
 @given(st.lists(st.integers(0, 10**12), max_size=60))
 def test_levels_come_back_from_their_changes(levels: list[int]) -> None:
-    pairs = changes(levels)
+    pairs = encode_level_changes(levels)
     again, level, left = [], 0, list(zip(pairs[::2], pairs[1::2], strict=True))
     since = 0
     for _ in levels:
@@ -353,7 +360,7 @@ def recorded(**entry: Any) -> str:
         "capture": {"run": {"command": ["python", EVIL]}, "ranks": [{"rank": 0, **entry}]},
         "ranks": [{"rank": 0}],
     }
-    return capture(document, Reasons([]))
+    return render_capture(document, Reasons([]))
 
 
 @given(
@@ -395,7 +402,7 @@ def test_a_capture_that_others_have_touched_shows_what_is_whole(entry: dict[str,
 
 @pytest.mark.parametrize("odd", [None, [], "text", {"run": None, "ranks": None}, {"ranks": [None, 3, {"rank": "x"}]}])
 def test_a_capture_of_another_kind_is_no_failure(odd: Any) -> None:
-    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
+    drawn = render_capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
     assert drawn
 
 
@@ -427,7 +434,7 @@ def some_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 )  # fmt: skip
 def test_whatever_stands_in_a_capture_the_page_is_whole(odd: Any) -> None:
-    drawn = capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
+    drawn = render_capture({"capture": odd, "ranks": [{"rank": 0}, {"rank": 1}]}, Reasons([]))
     elements = Elements(drawn)
     assert elements.open == []
     assert elements.tags["img"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from traceloom.report.views.timeline import MOST_CURVES, downsample_extremes, tracks
+from traceloom.report.views.timeline import MAX_CURVES, build_tracks, downsample_extremes
 from traceloom.testing import TraceBuilder
 
 
@@ -14,7 +14,7 @@ def test_curves_of_work_copies_and_recorded_counters() -> None:
     made = made.copy("Memcpy HtoD (Pinned -> Device)", 40, 10, bytes=30_000)
     made = made.counter("power", 0, 250.0, key="W").counter("power", 30, 300.0, key="W").counter("idle", 5, 0.0)
     trace = made.build()
-    found = {track["name"]: track for track in tracks(trace, trace.start_ns)}
+    found = {track["name"]: track for track in build_tracks(trace, trace.start_ns)}
     assert set(found) == {"GPU 0 busy %", "GPU 0 launches waiting", "GPU 0 HtoD GB/s", "power W"}
     assert (found["GPU 0 HtoD GB/s"]["time_ns"], found["GPU 0 HtoD GB/s"]["values"]) == ([40_000, 50_000], [3.0, 0.0])
     assert found["power W"]["values"] == [250.0, 300.0]
@@ -23,10 +23,10 @@ def test_curves_of_work_copies_and_recorded_counters() -> None:
 
 def test_names_are_harmless_and_curves_bounded() -> None:
     made = TraceBuilder()
-    for number in range(MOST_CURVES + 9):
+    for number in range(MAX_CURVES + 9):
         made = made.counter(f"c{number}\x1b[31m", number, 1.0)
-    found = tracks(made.build(), 0)
-    assert len(found) == MOST_CURVES
+    found = build_tracks(made.build(), 0)
+    assert len(found) == MAX_CURVES
     assert not any("\x1b" in track["name"] for track in found)
 
 

@@ -14,7 +14,14 @@ from traceloom.changes.changes import parse
 from traceloom.changes.whatif import scenario_of
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
 from traceloom.graph import graph as gs
-from traceloom.graph.critical_path import binding_edges, critical_path, latest_times, parts, slack_ns, unexplained
+from traceloom.graph.critical_path import (
+    compute_latest_times,
+    compute_slack_ns,
+    find_binding_edges,
+    find_critical_path,
+    list_largest_residuals,
+    summarize_path,
+)
 from traceloom.graph.graph import Graph
 
 SEEDS = range(15)
@@ -278,12 +285,12 @@ def test_the_critical_path_is_that_of_a_plain_walk(text: str) -> None:
             scenario = scenario_of(graph, [parse(text)])
             graph = changed_graph(graph, scenario, scenario.times(plan))
         times = graph.point_times().tolist()
-        path = critical_path(graph)
+        path = find_critical_path(graph)
         edges, nodes, first = walked(graph, times)
         assert path.edges.tolist() == edges
         assert path.nodes.tolist() == nodes
         assert (path.first, times[path.last]) == (first, max(times))
-        consists = parts(graph, path)
+        consists = summarize_path(graph, path)
         assert consists["time_ns"].sum() == max(times) - min(times)
         assert consists["time_ns"].to_list() == sorted(consists["time_ns"].to_list(), reverse=True)
 
@@ -320,8 +327,8 @@ def test_the_largest_unexplained_delays_are_the_largest_residuals_of_the_path() 
     shown = 0
     for seed in range(30):
         graph, _ = job(seed)
-        path = critical_path(graph)
-        rows = unexplained(graph, path, 3)
+        path = find_critical_path(graph)
+        rows = list_largest_residuals(graph, path, 3)
         residuals = [graph.edges["residual_ns"][edge] for edge in path.edges.tolist()]
         residuals += [graph.nodes["residual_ns"][node] for node in path.nodes.tolist()]
         assert rows["time_ns"].to_list() == sorted((time for time in residuals if time), reverse=True)[:3]
@@ -339,7 +346,7 @@ def test_what_bound_a_point_is_an_edge_that_reaches_it_or_its_own_work_or_nothin
         delay = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_numpy()
         work = (graph.nodes["work_ns"] + graph.nodes["residual_ns"]).to_numpy()
         source, target = graph.points()
-        for point, edge in enumerate(binding_edges(graph).tolist()):
+        for point, edge in enumerate(find_binding_edges(graph).tolist()):
             if edge >= 0:
                 assert target[edge] == point
                 assert times[source[edge]] + delay[edge] == times[point]
@@ -363,7 +370,7 @@ def test_every_node_bears_its_slack_and_not_one_nanosecond_more() -> None:
         ]
         starts = [row["start_ns"] for row in plain.nodes]
         end = max(longest(starts, plain.work, links))
-        for node, slack in enumerate(slack_ns(graph).tolist()):
+        for node, slack in enumerate(compute_slack_ns(graph).tolist()):
             # as its end may come later: what its end waits for besides its work is held up as long
             room = graph.nodes["duration_ns"][node] - plain.work[node] + slack
             for longer, later in ((room, 0), (room + 1, 1)):
@@ -377,7 +384,7 @@ def test_latest_times_leave_room_for_every_edge_and_every_work(later: int) -> No
         graph, _ = job(seed)
         times = graph.point_times()
         end = int(times.max()) + later
-        latest = latest_times(graph, end)
+        latest = compute_latest_times(graph, end)
         source, target = graph.points()
         delay = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_numpy()
         work = (graph.nodes["work_ns"] + graph.nodes["residual_ns"]).to_numpy()
@@ -385,5 +392,5 @@ def test_latest_times_leave_room_for_every_edge_and_every_work(later: int) -> No
         assert (latest <= end).all()
         assert (latest[source] + delay <= latest[target]).all()
         assert (latest[0::2] + work <= latest[1::2]).all()
-        held = latest[2 * critical_path(graph).nodes + 1] - times[2 * critical_path(graph).nodes + 1]
+        held = latest[2 * find_critical_path(graph).nodes + 1] - times[2 * find_critical_path(graph).nodes + 1]
         assert (held == later).all(), "the path may come later by as much as the end, and by no more"

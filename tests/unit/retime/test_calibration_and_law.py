@@ -12,7 +12,7 @@ import pytest
 from traceloom.errors import UsageError
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
 from traceloom.graph import graph as gs
-from traceloom.graph.critical_path import critical_path
+from traceloom.graph.critical_path import find_critical_path
 from traceloom.graph.graph import Graph
 from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
@@ -208,7 +208,7 @@ def test_what_is_only_assumed_is_told_apart() -> None:
 
 def test_the_path_goes_back_over_what_held_each_point() -> None:
     graph = waiting(5)
-    path = critical_path(graph)
+    path = find_critical_path(graph)
     assert graph.nodes["name"][path.nodes.tolist()].to_list() == ["aten::add", "cudaStreamSynchronize", "k"]
     assert graph.edges["kind"][path.edges.tolist()].to_list() == ["thread", "thread", "synchronize", "launch"]
 

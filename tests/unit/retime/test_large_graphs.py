@@ -43,7 +43,7 @@ def in_files(patch: pytest.MonkeyPatch) -> None:
         (storage, "_LEAST_ROWS"),
     ):
         patch.setattr(place, name, 1)
-    patch.setattr(storage, "SESSION_BYTES", 0)
+    patch.setattr(storage, "MAX_IN_MEMORY_BYTES", 0)
 
 
 def told(session: Session) -> dict[str, Any]:
@@ -74,18 +74,24 @@ def test_a_graph_in_files_is_the_graph_in_memory(folder: Path, monkeypatch: pyte
     for key, value in known.items():
         assert found[key] == value, key
     graph: Graph = link_session(session, step=1)
-    assert all(isinstance(one, mapped_arrays.OnDisk) for one in (*arrays.points(graph), arrays.point_times(graph)))
+    assert all(
+        isinstance(one, mapped_arrays.MappedArray)
+        for one in (*arrays.get_edge_points(graph), arrays.get_point_times(graph))
+    )
 
 
 def test_small_graphs_stay_in_memory(folder: Path) -> None:
     graph = link_session(traceloom.load(folder, cache=False), step=1)
-    assert not any(isinstance(one, mapped_arrays.OnDisk) for one in (*arrays.points(graph), arrays.point_times(graph)))
+    assert not any(
+        isinstance(one, mapped_arrays.MappedArray)
+        for one in (*arrays.get_edge_points(graph), arrays.get_point_times(graph))
+    )
 
 
 def test_circles_are_seen_with_lists_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = np.array([1, 3, 5]), np.array([2, 4, 0])
     for most in (200_000, 0):
-        monkeypatch.setattr(graph, "_MOST_LISTED", most)
-        assert not graph.acyclic(3, source, target)
-        assert graph.acyclic(3, source[:2], target[:2])
-        assert graph.topological_order(3, source[:2], target[:2]).tolist() == list(range(6))
+        monkeypatch.setattr(graph, "_MAX_LISTED", most)
+        assert not graph.is_acyclic(3, source, target)
+        assert graph.is_acyclic(3, source[:2], target[:2])
+        assert graph.sort_topologically(3, source[:2], target[:2]).tolist() == list(range(6))

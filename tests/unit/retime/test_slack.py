@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.jobs import Recipe, training_job
 from support.strategies import builders
 from traceloom.graph import Plan, calibrate
-from traceloom.graph.critical_path import critical_path, latest_times, slack_ns, walk_back
+from traceloom.graph.critical_path import compute_latest_times, compute_slack_ns, find_critical_path, walk_back
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
@@ -53,7 +53,7 @@ def test_work_beside_a_longer_one_has_the_difference_as_slack() -> None:
     builder.kernel("long", 10, 80, correlation=1, stream=7).kernel("short", 20, 20, correlation=2, stream=20)
     builder.launch("cudaDeviceSynchronize", 40, 60, correlation=3)
     graph = graph_of(builder)
-    slack = dict(zip(graph.nodes["name"].to_list(), slack_ns(graph).tolist(), strict=True))
+    slack = dict(zip(graph.nodes["name"].to_list(), compute_slack_ns(graph).tolist(), strict=True))
     assert slack["long"] == 0
     assert slack["short"] == 50 * US  # it ended at 40, the longer one at 90; both are awaited by one call
     assert slack["cudaDeviceSynchronize"] == 0
@@ -62,24 +62,24 @@ def test_work_beside_a_longer_one_has_the_difference_as_slack() -> None:
 def test_what_nothing_waits_for_may_come_as_late_as_the_end() -> None:
     builder = TraceBuilder().op("aten::mm", 0, 100).op("aten::add", 0, 30, thread=2)
     graph = graph_of(builder)
-    slack = dict(zip(graph.nodes["name"].to_list(), slack_ns(graph).tolist(), strict=True))
+    slack = dict(zip(graph.nodes["name"].to_list(), compute_slack_ns(graph).tolist(), strict=True))
     assert slack["aten::mm"] == 0
     assert slack["aten::add"] == 70 * US
-    later = dict(zip(graph.nodes["name"].to_list(), slack_ns(graph, 120 * US).tolist(), strict=True))
+    later = dict(zip(graph.nodes["name"].to_list(), compute_slack_ns(graph, 120 * US).tolist(), strict=True))
     assert later["aten::add"] == 90 * US
     assert later["aten::mm"] == 20 * US
 
 
 def test_a_graph_without_nodes_has_no_slack() -> None:
     empty = graph_of(TraceBuilder())
-    assert slack_ns(Graph(empty.nodes[:0], empty.edges[:0])).size == 0
+    assert compute_slack_ns(Graph(empty.nodes[:0], empty.edges[:0])).size == 0
 
 
 @unhurried
 @given(builders())
 def test_latest_times_are_those_of_a_plain_search(builder: TraceBuilder) -> None:
     graph = calibrate(link_rank(builder.build()))
-    assert latest_times(graph).tolist() == plain_latest(graph)
+    assert compute_latest_times(graph).tolist() == plain_latest(graph)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_slack_is_exactly_what_the_end_bears(recipe: Recipe) -> None:
     """A node may take longer by its slack, and everything that is not on the path may take less."""
     graph = graph_of(*training_job(recipe).run().traces(sync_records=True))
     plan, end = Plan(graph), int(graph.point_times().max())
-    slack, work = slack_ns(graph), graph.nodes["work_ns"].to_numpy()
+    slack, work = compute_slack_ns(graph), graph.nodes["work_ns"].to_numpy()
     assert (slack >= 0).all()
-    assert (slack[critical_path(graph).nodes] == 0).all()
+    assert (slack[find_critical_path(graph).nodes] == 0).all()
     chosen = np.random.default_rng(5).choice(work.size, 60, replace=False)
     for node in chosen.tolist():
         longer, shorter = work.copy(), work.copy()

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_OF, Schedule, parents, pieces, schedule
+from traceloom.workload.collective_algorithms import (
+    ALGORITHMS,
+    KINDS_OF,
+    Schedule,
+    build_schedule,
+    compute_parents,
+    split_evenly,
+)
 
 _MIB = 1 << 20
 CASES = [(kind, algorithm) for algorithm in ALGORITHMS for kind in KINDS_OF[algorithm]]
@@ -28,10 +35,10 @@ def test_everybody_hears_whom_the_collective_says(kind: str, algorithm: str, ran
     local = next(n for n in (4, 3, 7, 2) if ranks % n == 0) if algorithm == "two-level" else 1
     if algorithm == "halving-doubling" and ranks & (ranks - 1):
         with pytest.raises(UsageError, match="power of two"):
-            schedule(kind, algorithm, ranks, 1000)
+            build_schedule(kind, algorithm, ranks, 1000)
         return
     for size in (1000, 1024 * ranks):
-        made = schedule(kind, algorithm, ranks, size, local=local, chunks=3)
+        made = build_schedule(kind, algorithm, ranks, size, local=local, chunks=3)
         made.check()
         knows = heard(made)
         if kind.startswith("all_") or kind == "reduce_scatter":
@@ -49,19 +56,19 @@ def test_bytes_are_those_of_the_textbook(ranks: int, size: int) -> None:
     lost = ranks  # pieces differ by a byte
     for algorithm in ("ring", "direct", "halving-doubling"):
         for kind, share in (("all_reduce", 2), ("reduce_scatter", 1)):
-            sent = schedule(kind, algorithm, ranks, size).sent_bytes()
+            sent = build_schedule(kind, algorithm, ranks, size).sent_bytes()
             assert np.abs(sent - share * size * (ranks - 1) / ranks).max() <= 2 * lost, (algorithm, kind)
-        assert (schedule("all_gather", algorithm, ranks, size).sent_bytes() == size * (ranks - 1)).all()
-    tree = schedule("all_reduce", "double-tree", ranks, size, chunks=4)
+        assert (build_schedule("all_gather", algorithm, ranks, size).sent_bytes() == size * (ranks - 1)).all()
+    tree = build_schedule("all_reduce", "double-tree", ranks, size, chunks=4)
     assert tree.sent_bytes().sum() == 2 * (ranks - 1) * size
-    assert schedule("broadcast", "ring", ranks, size, chunks=5).sent_bytes().sum() == (ranks - 1) * size
-    two = schedule("all_reduce", "two-level", ranks, size, local=2).sent_bytes()
+    assert build_schedule("broadcast", "ring", ranks, size, chunks=5).sent_bytes().sum() == (ranks - 1) * size
+    two = build_schedule("all_reduce", "two-level", ranks, size, local=2).sent_bytes()
     assert np.abs(two - (size + size / 2 * 2 * (ranks / 2 - 1) / (ranks / 2))).max() <= 4 * lost
 
 
 def test_reductions_take_what_arrives_and_only_on_the_way_to_a_sum() -> None:
     for kind, algorithm in CASES:
-        made = schedule(kind, algorithm, 8, _MIB, local=4)
+        made = build_schedule(kind, algorithm, 8, _MIB, local=4)
         reduced = sum(int(part.reduced.sum()) for part in made.rounds)
         least = {"all_reduce": 7 * _MIB, "reduce_scatter": 7 * _MIB, "reduce": 7 * _MIB}.get(kind, 0)
         assert reduced == least, (kind, algorithm)
@@ -69,7 +76,7 @@ def test_reductions_take_what_arrives_and_only_on_the_way_to_a_sum() -> None:
 
 def test_all_to_all_takes_splits() -> None:
     splits = np.array([[0, 10, 20], [3, 0, 4], [50, 60, 0]])
-    made = schedule("all_to_all", "direct", 3, 0, splits=splits)
+    made = build_schedule("all_to_all", "direct", 3, 0, splits=splits)
     moved = {
         (s, t): b
         for p in made.rounds
@@ -79,16 +86,16 @@ def test_all_to_all_takes_splits() -> None:
 
 
 def test_rings_share_their_rounds() -> None:
-    made = schedule("all_reduce", "ring", 1024, _MIB)
+    made = build_schedule("all_reduce", "ring", 1024, _MIB)
     assert len(made.rounds) == 2 * 1023
     assert len({id(part) for part in made.rounds}) == 2
-    made = schedule("all_reduce", "two-level", 64, _MIB, local=8)
+    made = build_schedule("all_reduce", "two-level", 64, _MIB, local=8)
     assert len({id(part) for part in made.rounds}) == 4
 
 
 def test_double_trees_swap_leaves() -> None:
     """Of both trees of 8 places: balanced, and a leaf of one is inside the other."""
-    low, high = parents(8, 0), parents(8, 7)
+    low, high = compute_parents(8, 0), compute_parents(8, 7)
     assert low.tolist() == [-1, 2, 4, 2, 0, 6, 4, 6]
     assert high.tolist() == [1, 3, 1, 7, 5, 3, 5, -1]
     leaves = [set(range(8)) - set(tree.tolist()) for tree in (low, high)]
@@ -97,23 +104,23 @@ def test_double_trees_swap_leaves() -> None:
 
 def test_pieces_add_up() -> None:
     for size, count in ((0, 3), (10, 4), (2**62, 7)):
-        assert int(pieces(size, count).sum()) == size
-        assert np.ptp(pieces(size, count)) <= 1
+        assert int(split_evenly(size, count).sum()) == size
+        assert np.ptp(split_evenly(size, count)) <= 1
 
 
 def test_what_cannot_be_scheduled_says_what_can() -> None:
     with pytest.raises(UsageError, match="no ring algorithm for gather") as error:
-        schedule("gather", "ring", 4, 100)
+        build_schedule("gather", "ring", 4, 100)
     assert "direct" in (error.value.hint or "")
     with pytest.raises(UsageError, match="no multiple of 3"):
-        schedule("all_reduce", "two-level", 8, 100, local=3)
-    assert schedule("all_reduce", "ring", 1, 100).rounds == ()
+        build_schedule("all_reduce", "two-level", 8, 100, local=3)
+    assert build_schedule("all_reduce", "ring", 1, 100).rounds == ()
 
 
 def test_a_broken_schedule_is_found() -> None:
     from traceloom.errors import InvariantError
-    from traceloom.workload.collective_algorithms import round_of
+    from traceloom.workload.collective_algorithms import build_round
 
-    for part in (round_of(0, 2, 5), round_of(1, 1, 5), round_of(0, 1, -5)):
+    for part in (build_round(0, 2, 5), build_round(1, 1, 5), build_round(0, 1, -5)):
         with pytest.raises(InvariantError):
             Schedule(2, (part,)).check()

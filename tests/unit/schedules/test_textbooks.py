@@ -12,7 +12,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from traceloom.workload.collective_algorithms import Schedule, depths, one_tree, parents, schedule
+from traceloom.workload.collective_algorithms import (
+    Schedule,
+    build_schedule,
+    build_single_tree,
+    compute_depths,
+    compute_parents,
+)
 
 RANKS = [2, 3, 4, 5, 8]
 SIZES = [1, 7, 64, 101]
@@ -80,7 +86,7 @@ def test_rings_move_the_pieces_of_the_textbook(ranks: int, size: int) -> None:
     for step in range(ranks - 1):
         scatter.round([(r, (r + 1) % ranks, scatter.piece(r - 1 - step), True) for r in range(ranks)])
     assert all(scatter.holds_sum(rank, scatter.piece(rank)) for rank in range(ranks))
-    same(schedule("reduce_scatter", "ring", ranks, size), scatter)
+    same(build_schedule("reduce_scatter", "ring", ranks, size), scatter)
 
     book = Textbook(ranks, size)
     for step in range(ranks - 1):
@@ -88,7 +94,7 @@ def test_rings_move_the_pieces_of_the_textbook(ranks: int, size: int) -> None:
     for step in range(ranks - 1):
         book.round([(r, (r + 1) % ranks, book.piece(r + 1 - step), False) for r in range(ranks)])
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
-    same(schedule("all_reduce", "ring", ranks, size), book)
+    same(build_schedule("all_reduce", "ring", ranks, size), book)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -108,11 +114,11 @@ def test_halving_gives_away_what_the_partner_keeps(ranks: int, size: int) -> Non
         bit *= 2
     assert keeps == [{rank} for rank in range(ranks)]
     assert all(halving.holds_sum(rank, halving.piece(rank)) for rank in range(ranks))
-    same(schedule("reduce_scatter", "halving-doubling", ranks, size), halving)
+    same(build_schedule("reduce_scatter", "halving-doubling", ranks, size), halving)
     for gift in reversed(gifts):  # who got something to reduce gives the sum of it back
         halving.round([(target, source, positions, False) for source, target, positions in gift])
     assert all(halving.holds_sum(rank, list(range(size))) for rank in range(ranks))
-    same(schedule("all_reduce", "halving-doubling", ranks, size), halving)
+    same(build_schedule("all_reduce", "halving-doubling", ranks, size), halving)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving-doubling", "two-level"])
@@ -120,7 +126,7 @@ def test_halving_gives_away_what_the_partner_keeps(ranks: int, size: int) -> Non
 def test_parts_are_gathered_whole(algorithm: str, ranks: int) -> None:
     """Who sends what is not said, so each message carries the parts that its target lacks, up to its bytes."""
     part = 13
-    made = schedule("all_gather", algorithm, ranks, part, local=2)
+    made = build_schedule("all_gather", algorithm, ranks, part, local=2)
     has = [{rank} for rank in range(ranks)]
     for messages in messages_of(made):
         before = [set(parts) for parts in has]
@@ -146,11 +152,11 @@ def test_direct_messages_carry_the_piece_of_their_target(ranks: int, size: int) 
     others = [(r, (r + away) % ranks) for away in range(1, ranks) for r in range(ranks)]
     book.round([(source, target, book.piece(target), True) for source, target in others])
     assert all(book.holds_sum(rank, book.piece(rank)) for rank in range(ranks))
-    same(schedule("reduce_scatter", "direct", ranks, size), book)
+    same(build_schedule("reduce_scatter", "direct", ranks, size), book)
     book.round([(source, target, book.piece(source), False) for source, target in others])
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
-    same(schedule("all_reduce", "direct", ranks, size), book)
-    ((*messages,),) = messages_of(schedule("all_to_all", "direct", ranks, size))
+    same(build_schedule("all_reduce", "direct", ranks, size), book)
+    ((*messages,),) = messages_of(build_schedule("all_to_all", "direct", ranks, size))
     assert messages == [(source, target, len(book.piece(target)), False) for source, target in others]
     for source in range(ranks):  # nearest first, upwards
         assert [t for s, t, *_ in messages if s == source] == [(source + k) % ranks for k in range(1, ranks)]
@@ -167,14 +173,14 @@ def test_direct_roots_give_and_take(ranks: int) -> None:
         "gather": [(k, 0, lengths[k], False) for k in range(1, ranks)],
         "reduce": [(k, 0, size, True) for k in range(1, ranks)],
     }.items():
-        assert messages_of(schedule(kind, "direct", ranks, size)) == [expected]
+        assert messages_of(build_schedule(kind, "direct", ranks, size)) == [expected]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_blocks_handed_round_a_ring_all_get_home(ranks: int) -> None:
     """Every rank hands on one block in each round, the one with the longest way first, until none is left."""
     block = 9
-    rounds = messages_of(schedule("all_to_all", "ring", ranks, block * ranks))
+    rounds = messages_of(build_schedule("all_to_all", "ring", ranks, block * ranks))
     queues = [deque(range(ranks - 1, 0, -1)) for _ in range(ranks)]  # how far each block has to go yet
     for messages in rounds:
         assert sorted(messages) == [(r, (r + 1) % ranks, block, False) for r in range(ranks)]
@@ -194,7 +200,7 @@ def test_broadcasts_and_reductions_arrive_chunk_by_chunk(algorithm: str, ranks: 
     at = borders(size, chunks if algorithm == "ring" else 1)
     for kind in ("broadcast", "reduce"):
         book = Textbook(ranks, size)
-        made = messages_of(schedule(kind, algorithm, ranks, size, chunks=chunks))
+        made = messages_of(build_schedule(kind, algorithm, ranks, size, chunks=chunks))
         turn = Counter[tuple[int, int]]()
         for messages in made:
             planned = []
@@ -216,8 +222,8 @@ def test_broadcasts_and_reductions_arrive_chunk_by_chunk(algorithm: str, ranks: 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 13, 16, 31])
 def test_both_trees_are_balanced_search_trees(ranks: int) -> None:
     for root in (0, ranks - 1):
-        parent = parents(ranks, root).tolist()
-        depth = depths(parents(ranks, root)).tolist()
+        parent = compute_parents(ranks, root).tolist()
+        depth = compute_depths(compute_parents(ranks, root)).tolist()
         assert [rank for rank, above in enumerate(parent) if above < 0] == [root]
         children = defaultdict(list)
         for rank, above in enumerate(parent):
@@ -246,7 +252,7 @@ def test_double_trees_sum_both_halves(ranks: int) -> None:
     size = 2 * ranks + 1
     half = size // 2
     book = Textbook(ranks, size)
-    for messages in messages_of(schedule("all_reduce", "double-tree", ranks, size)):
+    for messages in messages_of(build_schedule("all_reduce", "double-tree", ranks, size)):
         parts = []
         for source, target, length, reduced in messages:
             assert length in {half, size - half}
@@ -262,7 +268,7 @@ def test_chunks_of_double_trees_change_when_bytes_go_and_not_which(kind: str, ra
 
     def between(chunks: int) -> dict[tuple[int, int, bool], int]:
         sums: Counter[tuple[int, int, bool]] = Counter()
-        for messages in messages_of(schedule(kind, "double-tree", ranks, size, chunks=chunks)):
+        for messages in messages_of(build_schedule(kind, "double-tree", ranks, size, chunks=chunks)):
             for source, target, length, reduced in messages:
                 sums[source, target, reduced] += length
         return dict(sums)
@@ -270,14 +276,14 @@ def test_chunks_of_double_trees_change_when_bytes_go_and_not_which(kind: str, ra
     levels = (ranks - 1).bit_length() * (2 if kind == "all_reduce" else 1)
     for chunks in (1, 2, 6):
         assert between(chunks) == between(1)
-        assert len(schedule(kind, "double-tree", ranks, size, chunks=chunks).rounds) == levels + chunks - 1
+        assert len(build_schedule(kind, "double-tree", ranks, size, chunks=chunks).rounds) == levels + chunks - 1
 
 
 @pytest.mark.parametrize("parent", [[-1, 0, 1, 2], [1, 3, 3, -1], [2, 2, -1, 2, 2], [-1, 0, 0, 1, 1, 2, 2]])
 def test_one_tree_sums_up_and_tells_down(parent: list[int]) -> None:
     ranks, size = len(parent), 5
     book = Textbook(ranks, size)
-    for messages in messages_of(one_tree(np.array(parent), size)):
+    for messages in messages_of(build_single_tree(np.array(parent), size)):
         for source, target, length, reduced in messages:
             assert length == size
             assert (target == parent[source]) if reduced else (source == parent[target])
@@ -309,7 +315,7 @@ def test_two_levels_reduce_inside_and_then_between_hosts(hosts: int, local: int)
     for h in range(hosts):
         for k in range(local):
             assert scatter.holds_sum(h * local + k, at(k * inside + h * between, between))
-    same(schedule("reduce_scatter", "two-level", ranks, size, local=local), scatter)
+    same(build_schedule("reduce_scatter", "two-level", ranks, size, local=local), scatter)
 
     for step in range(hosts - 1):
         book.round([(s, t, at(k * inside + (h - step) % hosts * between, between), True) for s, t, h, k in across])
@@ -318,11 +324,11 @@ def test_two_levels_reduce_inside_and_then_between_hosts(hosts: int, local: int)
     for step in range(local - 1):
         book.round([(s, t, at((k - step) % local * inside, inside), False) for s, t, k in neighbours])
     assert all(book.holds_sum(rank, list(range(size))) for rank in range(ranks))
-    same(schedule("all_reduce", "two-level", ranks, size, local=local), book)
+    same(build_schedule("all_reduce", "two-level", ranks, size, local=local), book)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "tree", "double-tree", "halving-doubling"])
 def test_a_barrier_is_a_small_all_reduce(algorithm: str) -> None:
-    assert messages_of(schedule("barrier", algorithm, 8, 12345)) == messages_of(
-        schedule("all_reduce", algorithm, 8, 64)
+    assert messages_of(build_schedule("barrier", algorithm, 8, 12345)) == messages_of(
+        build_schedule("all_reduce", algorithm, 8, 64)
     )

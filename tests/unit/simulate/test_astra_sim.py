@@ -11,7 +11,7 @@ import pytest
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import CheckError, InputError, UsageError
-from traceloom.workload.simulate.astra_sim.run import recorded_ends, simulate
+from traceloom.workload.simulate.astra_sim.run import simulate, simulate_with_recorded_transfers
 
 RING = astra_sim.network("Ring", "2", "50", "500")
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def test_as_a_whole_and_message_by_message(tmp_path: Path, topology: str, implem
 def test_one_rank_stands_for_all_where_all_begin_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: str, kind: str, ranks: int
 ) -> None:
-    monkeypatch.setattr("traceloom.workload.simulate.astra_sim.engine._MANY", 0)
+    monkeypatch.setattr("traceloom.workload.simulate.astra_sim.engine._MIN_ROTATION_MESSAGES", 0)
     network = astra_sim.network(topology, str(ranks), "30", "200")
     read = astra_sim.two_collectives(tmp_path / "set", kind, ranks, 120_000)
     system = astra_sim.system("direct", splits=2)
@@ -96,7 +96,7 @@ def test_links_count_what_they_carry(tmp_path: Path) -> None:
             [send(1, 1, comm_size=size)],
         )
     )
-    answer = simulate(read, astra_sim.network("Ring", "3", "1", "100"), astra_sim.system(), aware=True)
+    answer = simulate(read, astra_sim.network("Ring", "3", "1", "100"), astra_sim.system(), congestion_aware=True)
     links = answer.links.select("source", "target", "bytes")
     assert links.rows() == [("rank 0", "rank 1", size), ("rank 2", "rank 1", size)]
     occupied = int(size / (2**30 / 1e9))
@@ -146,7 +146,7 @@ def test_what_astra_sim_stops_at_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the network has 3 ranks, the workload 2"):
         simulate(read, astra_sim.network("Ring", "3", "50", "500"), astra_sim.system())
     with pytest.raises(UsageError, match="one dimension only"):
-        simulate(read, astra_sim.network("Ring,Ring", "2,2", "50,50", "1,1"), astra_sim.system(), aware=True)
+        simulate(read, astra_sim.network("Ring,Ring", "2,2", "50,50", "1,1"), astra_sim.system(), congestion_aware=True)
 
 
 def test_recorded_durations_and_the_roofline(tmp_path: Path) -> None:
@@ -184,4 +184,4 @@ def test_recorded_transfers_begin_when_the_last_rank_is_there(tmp_path: Path) ->
         ]
         for work, message in ((5, send(3, 1, [2], us=7)), (9, receive(3, 0, [2], us=7)))
     ]
-    assert recorded_ends(astra_sim.workload(write_set(tmp_path / "set", *ranks))) == [20_000, 20_000]
+    assert simulate_with_recorded_transfers(astra_sim.workload(write_set(tmp_path / "set", *ranks))) == [20_000, 20_000]

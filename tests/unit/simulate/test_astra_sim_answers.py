@@ -90,7 +90,7 @@ def system_of(case: Case) -> AstraSimSystem:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_rank_ends_when_astra_sim_says(tmp_path: Path, case: Case) -> None:
     read = astra_sim.workload(write_set(tmp_path / "set", *ranks_of(case), groups=case.group))
-    answer = simulate(read, astra_sim.network(*case.network), system_of(case), aware=case.aware)
+    answer = simulate(read, astra_sim.network(*case.network), system_of(case), congestion_aware=case.aware)
     assert tuple(answer.ranks["end_ns"]) == case.ends_ns
 
 
@@ -120,7 +120,7 @@ def test_where_astra_sim_stops(tmp_path: Path) -> None:
         if algorithms:
             system = AstraSimSystem(dict.fromkeys(KINDS, algorithms), splits=1, local_mem_bw=101.0)
         with pytest.raises(TraceloomError, match=message):
-            simulate(read, astra_sim.network(*network), system, aware=aware)
+            simulate(read, astra_sim.network(*network), system, congestion_aware=aware)
 
     two = ("FullyConnected", "2", "50", "0")
     idle = [node(1, is_cpu_op=False)]

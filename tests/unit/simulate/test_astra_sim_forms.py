@@ -175,7 +175,7 @@ def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(implementa
     network = astra_sim.network("Switch", "2", "50", "500")
     if implementation == "ring":
         for aware in (False, True):
-            answer = simulate(read, network, astra_sim.system(splits=2), aware=aware)
+            answer = simulate(read, network, astra_sim.system(splits=2), congestion_aware=aware)
             assert answer.ranks["end_ns"].to_list() == [1_000 + 2 * 10, 1_000]  # two chunks
         return
     with pytest.raises(UsageError, match=r"one rank|1 ranks") as refused:
@@ -215,5 +215,5 @@ def test_what_takes_longer_than_anybody_can_wait_is_refused(
     for implementation in ("ring", "direct"):
         system = astra_sim.system(implementation, endpoint_delay=delay)
         with pytest.raises(UsageError, match="more than 100 days") as refused:
-            simulate(read, astra_sim.network("Ring", "3", bandwidth, latency), system, aware=aware)
+            simulate(read, astra_sim.network("Ring", "3", bandwidth, latency), system, congestion_aware=aware)
         assert refused.value.slug == "times-too-long"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.workload.simulate.astra_sim.config import machine_of, read_network, read_system
+from traceloom.workload.simulate.astra_sim.config import build_machine, read_network, read_system
 
 NETWORK = """
 topology: [ Ring, Switch ]
@@ -63,7 +63,7 @@ def test_both_files_are_read(tmp_path: Path) -> None:
 
 def test_their_machine_has_their_bandwidth_in_powers_of_two(tmp_path: Path) -> None:
     system = read_system(system_file(tmp_path, {}))
-    machine = machine_of(read_network(network_file(tmp_path, NETWORK)), system)
+    machine = build_machine(read_network(network_file(tmp_path, NETWORK)), system)
     assert [(part.topology, part.size) for part in machine.dimensions] == [("ring", 4), ("switch", 2)]
     assert machine.dimensions[0].bandwidth == pytest.approx(53.6870912)
     assert machine.dimensions[1].latency == 936.25

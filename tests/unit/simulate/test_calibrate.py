@@ -15,7 +15,7 @@ from support.jobs import Clock, Job, Rank, Recipe, training_job
 from support.jobs import program as do
 from traceloom.errors import InputError
 from traceloom.trace.session import Session
-from traceloom.workload.simulate.calibrate import Calibration, calibrate, fits
+from traceloom.workload.simulate.calibrate import Calibration, calibrate, fit_lines
 from traceloom.workload.simulate.machine import MeasuredTime
 from traceloom.workload.simulate.machine_file import machine_text, read_machine
 from traceloom.workload.simulate.native import run as simulate
@@ -200,7 +200,7 @@ def test_lines_have_the_least_relative_deviation_of_all_lines(seed: int) -> None
     time = (10 ** random_numbers.uniform(3.5, 5) + size / random_numbers.uniform(5, 300)) * np.exp(
         0.02 * random_numbers.standard_normal(size.size)
     )
-    ((places, fitted),) = fits(size, time)
+    ((places, fitted),) = fit_lines(size, time)
     assert places.size == size.size
     usual = np.sort(time.reshape(-1, 9), axis=1)[:, 2:7].mean(axis=1)  # the middle half
     distinct = size[::9]

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.changes.changes import ASSUMES, DEVICE_TARGETS, TARGETS, Change, Selection, parse
-from traceloom.workload.simulate.calibrate import SAMPLES, fit_transfers, measured_transfers
+from traceloom.changes.changes import ASSUMPTIONS, DEVICE_TARGETS, NODE_TARGETS, Change, Selection, parse
+from traceloom.workload.simulate.calibrate import SAMPLES, build_measured_transfers, fit_transfers
 from traceloom.workload.simulate.machine import Dimension, Machine
 
 PATTERNS = ("", "gemm", "a * 0.5", "host", "collectives", "rank 3", "x remove y", "~", "(?:a|b)+ {1,2}")
@@ -18,7 +18,7 @@ PATTERNS = ("", "gemm", "a * 0.5", "host", "collectives", "rank 3", "x remove y"
 
 def change(chance: random.Random) -> Change:
     """Any change that can be asked for."""
-    action = chance.choice(sorted(ASSUMES))
+    action = chance.choice(sorted(ASSUMPTIONS))
     ranks = tuple(chance.sample(range(100), chance.randint(0, 3)))
     pattern = chance.choice(PATTERNS)
     factor = chance.choice([0.0, 0.5, 1.25, 1e-7, 3.0, 123456789.0])
@@ -34,7 +34,7 @@ def change(chance: random.Random) -> Change:
         return Change(action, Selection("loading", pattern, ranks), 4.0)
     if action == "drop":
         return Change(action, Selection("syncs", pattern, ranks))
-    targets = [target for target in TARGETS if not (action == "remove" and target == "syncs")]
+    targets = [target for target in NODE_TARGETS if not (action == "remove" and target == "syncs")]
     return Change(action, Selection(chance.choice(targets), pattern, ranks), factor if action == "scale" else 1.0)
 
 
@@ -59,7 +59,7 @@ def test_ranges_of_what_was_measured_follow_each_other_and_hold_every_sample(see
                 time = (alpha + size / bandwidth) * later * rng.uniform(0.97, 1.03)
                 rows.append((0, kind, span, ranks, size, size, time, True))
     samples = pl.DataFrame(rows, schema=SAMPLES, orient="row")
-    fitted = measured_transfers(fit_transfers(samples))
+    fitted = build_measured_transfers(fit_transfers(samples))
     for kind, span, ranks in {row[1:4] for row in rows}:
         sizes = [row[4] for row in rows if row[1] == kind]
         entries = [entry for entry in fitted if entry.group == (kind, span, ranks)]

@@ -12,7 +12,7 @@ import pytest
 
 from support.jobs import Change, Recipe, training_job
 from support.reports import check_schema
-from traceloom.analyze.placed_calls import Peak, peak_of
+from traceloom.analyze.placed_calls import Peak, parse_peak
 from traceloom.cli import main
 from traceloom.errors import UsageError
 from traceloom.formats import load
@@ -123,7 +123,7 @@ def test_whole_jobs_take_as_long_as_their_simulation_says(recipe: Recipe) -> Non
     """On a device with everything twice as fast all kernels take half as long, whatever rule they go by."""
     job = training_job(recipe)
     session = Session(tuple(builder.build() for builder in job.run().traces()), "job")
-    h100 = peak_of("H100 SXM")
+    h100 = parse_peak("H100 SXM")
     twice = Peak("twice", {name: 2 * rate for name, rate in h100.flops.items()}, 2 * (h100.memory or 0))
     answer = rescale(link_session(session), session, twice, host_factor=0.7)
     truth = job.run(Change(kernels=0.5, host=0.7)).window_ns

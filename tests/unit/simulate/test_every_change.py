@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from support.plain_graph import MEANING, PlainScenario, RandomJob
-from traceloom.changes.bounds import busiest_lane_ns, least_ns, most_saved_ns
+from traceloom.changes.bounds import compute_busiest_lane_ns, compute_lower_bound_ns, most_saved_ns
 from traceloom.changes.changes import parse
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_nodes, scenario_of, sweep, whatif, whatif_many
@@ -117,10 +117,12 @@ def test_a_change_does_to_every_point_what_its_words_say(texts: tuple[str, ...])
 def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple[str, ...]) -> None:
     for graph, plan, scenario, plain in changed(*texts):
         before, after = int(np.ptp(graph.point_times())), int(np.ptp(scenario.times(plan)))
-        assert busiest_lane_ns(scenario) == plain.busiest_lane()
+        assert compute_busiest_lane_ns(scenario) == plain.busiest_lane()
         assert most_saved_ns(graph, scenario) == plain.touched()
-        assert least_ns(graph, scenario, before) == max(plain.busiest_lane(), before - plain.touched())
-        assert after >= least_ns(graph, scenario, before) - graph.nodes.height, "more than halves of ns is lost"
+        assert compute_lower_bound_ns(graph, scenario, before) == max(plain.busiest_lane(), before - plain.touched())
+        assert after >= compute_lower_bound_ns(graph, scenario, before) - graph.nodes.height, (
+            "more than halves of ns is lost"
+        )
 
 
 @pytest.mark.parametrize("target", ["copies", "collectives", "kernels", "gpu"])
@@ -216,7 +218,7 @@ def test_many_scenarios_together_take_what_each_takes_alone(others: tuple[str, .
         texts = [(), *((text,) for text in others), (others[0], "kernels * 0.5"), ("launches * 4",)]
         scenarios = [scenario for some in texts if (scenario := asked(graph, *some))]
         alone = [
-            max(int(np.ptp(one.times(plan))), least_ns(graph, one, int(np.ptp(graph.point_times()))))
+            max(int(np.ptp(one.times(plan))), compute_lower_bound_ns(graph, one, int(np.ptp(graph.point_times()))))
             for one in scenarios
         ]
         assert whatif_many(graph, iter(scenarios), plan).tolist() == alone

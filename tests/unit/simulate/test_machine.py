@@ -24,7 +24,7 @@ from traceloom.workload.simulate.machine import (
     Topology,
     Wire,
 )
-from traceloom.workload.simulate.machine_file import changed, machine_of, machine_text, presets, read_machine
+from traceloom.workload.simulate.machine_file import apply_overrides, build_machine, machine_text, presets, read_machine
 from traceloom.workload.simulate.network import MachineNetwork
 
 PATHS = [
@@ -157,8 +157,8 @@ def test_set_replaces_one_value() -> None:
     assert machine.ranks == 32
     assert machine.ranks_per_host == 16
     assert machine.dimensions[0].latency == read_machine("dgx-h100").dimensions[0].latency
-    assert changed(EVERYTHING, []) == EVERYTHING
-    assert changed(EVERYTHING, ["device.name=H100 SXM"]).device == Peak("H100 SXM", {"bf16": 1e15}, None)
+    assert apply_overrides(EVERYTHING, []) == EVERYTHING
+    assert apply_overrides(EVERYTHING, ["device.name=H100 SXM"]).device == Peak("H100 SXM", {"bf16": 1e15}, None)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,6 @@ def test_whatever_stands_in_it_ends_in_a_machine_or_in_a_sentence(
 ) -> None:
     base = {"network": [{"topology": "switch", "size": 4, "bandwidth": 1.0}]}
     with suppress(InputError):
-        machine_of({**base, **document}, "made")
+        build_machine({**base, **document}, "made")
     with suppress(UsageError):
-        changed(read_machine("dgx-h100"), [f"{path}={value!r}".replace("'", '"')])
+        apply_overrides(read_machine("dgx-h100"), [f"{path}={value!r}".replace("'", '"')])

@@ -20,7 +20,7 @@ from traceloom.workload.simulate.machine import (
     SpeedFactor,
     Wire,
 )
-from traceloom.workload.simulate.machine_file import changed, machine_text, read_machine
+from traceloom.workload.simulate.machine_file import apply_overrides, machine_text, read_machine
 from traceloom.workload.simulate.network import MachineNetwork
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -87,8 +87,8 @@ def test_what_is_written_is_the_same_machine(seed: int, tmp_path: Path) -> None:
     assert machine_text(result) == machine_text(written)
     for name in ("name", "nic", "order", "per_host", "algorithms", "slow", "transfers", "price_per_hour"):
         assert getattr(result, name) == getattr(written, name)
-    assert changed(written, ["price_per_hour=7"]).price_per_hour == 7
-    assert changed(written, ["price_per_hour=7"]).dimensions == written.dimensions
+    assert apply_overrides(written, ["price_per_hour=7"]).price_per_hour == 7
+    assert apply_overrides(written, ["price_per_hour=7"]).dimensions == written.dimensions
 
 
 @pytest.mark.parametrize("seed", range(60))

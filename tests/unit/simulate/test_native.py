@@ -23,11 +23,16 @@ from traceloom.graph import link_session
 from traceloom.graph.calibrate import scale_overlap
 from traceloom.graph.graph import Graph
 from traceloom.workload.chakra.graph_read import write_ranks
-from traceloom.workload.simulate.contention import evaluate
-from traceloom.workload.simulate.evaluation import course, plan_of
+from traceloom.workload.simulate.contention import simulate_contention
+from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
 from traceloom.workload.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
 from traceloom.workload.simulate.native import run
-from traceloom.workload.simulate.transfers import LinkBundles, fair_speeds, operations, transfers_ns
+from traceloom.workload.simulate.transfers import (
+    LinkBundles,
+    compute_fair_speeds,
+    compute_recorded_transfers,
+    find_operations,
+)
 
 _BYTES = {"BFloat16": 2, "Float": 4}
 Time = Callable[[str, int, int], float]  # kind, ranks, bytes of a rank's buffer -> ns
@@ -239,10 +244,10 @@ def test_shared_links_against_exact_fractions(seed: int, tmp_path: Path) -> None
 def test_fair_speeds_by_hand() -> None:
     # Three transfers; the first two share link 0, the last two link 1, which the third alone would half fill.
     share = np.array([[1.0, 0.0], [1.0, 0.5], [0.0, 0.5]])
-    speed, held_by = fair_speeds(share)
+    speed, held_by = compute_fair_speeds(share)
     assert speed.tolist() == [0.5, 0.5, 1.0]
     assert held_by.tolist() == [0, 0, -1]
-    speed, held_by = fair_speeds(np.array([[1.0], [0.2]]))
+    speed, held_by = compute_fair_speeds(np.array([[1.0], [0.2]]))
     assert speed.tolist() == pytest.approx([0.8, 1.0])
 
 
@@ -253,22 +258,22 @@ def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) ->
     )
     folder = parallel_job(recipe).run().write(tmp_path / "job")
     graph = link_session(load(folder))
-    of, plan = operations(graph), plan_of(graph)
+    of, plan = find_operations(graph), build_plan(graph)
     scenario = Scenario.of(graph).copy()
     chance = np.random.default_rng(seed)
     scenario.work_ns = scenario.work_ns * chance.integers(0, 4, scenario.work_ns.size)
-    time_ns = transfers_ns(graph, of) * chance.integers(1, 5, len(of))
+    time_ns = compute_recorded_transfers(graph, of) * chance.integers(1, 5, len(of))
     scenario.delay_ns[of.edge] = time_ns[of.of_edge]
     expected = scenario.times(plan)
     number = np.arange(len(of))
     delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
     no_lanes = np.full(graph.nodes.height, -1)
     bundles = LinkBundles(np.arange(len(of) + 1), number, np.ones(len(of)), number, number)  # a link for each
-    result = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes)
+    result = simulate_contention(graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes)
     assert (result.times == expected).all()
     assert not result.contended
     one_link = LinkBundles(np.arange(len(of) + 1), 0 * number, np.ones(len(of)), number[:1], number[:1])
-    shared = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, one_link, no_lanes)
+    shared = simulate_contention(graph, scenario.work_ns, delay, of, time_ns, number, one_link, no_lanes)
     assert (shared.times >= expected).all()
 
 
@@ -289,9 +294,10 @@ def test_a_row_of_graphs_moved_about_gives_the_same(tmp_path: Path) -> None:
     mixed = replace(
         graph, edges=graph.edges.sample(fraction=1, shuffle=True, seed=4).sort("target", maintain_order=True)
     )
-    of = operations(graph)
+    of = find_operations(graph)
     assert (
-        course(mixed, operations(mixed), serial=True).evaluated.times == course(graph, of, serial=True).evaluated.times
+        evaluate_on_network(mixed, find_operations(mixed), serial=True).evaluated.times
+        == evaluate_on_network(graph, of, serial=True).evaluated.times
     ).all()
 
 

@@ -12,7 +12,7 @@ from support.workload import collective, node, write_set
 from traceloom.errors import InputError, UsageError
 from traceloom.formats import load
 from traceloom.graph import link_session
-from traceloom.workload.chakra.generate import PipelineOptions, pipeline, write_generated
+from traceloom.workload.chakra.generate import PipelineOptions, generate_pipeline, write_generated
 from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import Dimension, Machine
 from traceloom.workload.simulate.machine_file import read_machine
@@ -114,7 +114,7 @@ def test_a_pipeline_waits_for_its_messages(
 ) -> None:
     """Stage by stage and message by message: a receive waits for the one before it in its direction."""
     options = PipelineOptions(stages, count, schedule, size)
-    made = pipeline(options)
+    made = generate_pipeline(options)
     write_generated(made, tmp_path / "set")
     machine = Machine((Dimension("fully-connected", stages, 8.0, float(latency)),))
     answer = run(tmp_path / "set", machine)

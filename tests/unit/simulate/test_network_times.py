@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.flows import Flows, fair_shares, sent_one_by_one
 from traceloom.errors import UsageError
-from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_OF, schedule
+from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_OF, build_schedule
 from traceloom.workload.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
 from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_times
 
@@ -21,7 +21,7 @@ SWITCH = Dimension("switch", 8, 50.0, 500.0)
 def ends(machine: Machine, kind: str, algorithm: str, size: int, ready: list[float] | None = None) -> list[float]:
     ranks = machine.ranks
     times = finish_times(
-        schedule(kind, algorithm, ranks, size),
+        build_schedule(kind, algorithm, ranks, size),
         MachineNetwork(machine),
         np.arange(ranks),
         np.zeros(ranks) if ready is None else np.array(ready),
@@ -59,7 +59,7 @@ def test_halving_doubling_on_a_ring_shares_links() -> None:
 def test_reductions_take_time() -> None:
     machine = Machine((Dimension("ring", 4, 1.0, 0.0),))
     times = finish_times(
-        schedule("all_reduce", "ring", 4, 400), MachineNetwork(machine), np.arange(4), np.zeros(4),
+        build_schedule("all_reduce", "ring", 4, 400), MachineNetwork(machine), np.arange(4), np.zeros(4),
         reduction_ns_per_byte=0.5,
     )  # fmt: skip
     assert times.tolist() == pytest.approx([6 * 100 + 3 * 50] * 4)
@@ -259,7 +259,7 @@ def test_no_answer_beats_the_bandwidth(
     machine: Machine, algorithm: str, kind: int, size: int, ready: list[int]
 ) -> None:
     kinds = KINDS_OF[algorithm]
-    messages = schedule(kinds[kind % len(kinds)], algorithm, 8, size, local=4)
+    messages = build_schedule(kinds[kind % len(kinds)], algorithm, 8, size, local=4)
     network = MachineNetwork(machine)
     use = LinkUse(network)
     start = np.array(ready, dtype=np.float64)
@@ -293,7 +293,7 @@ def test_rounds_end_as_their_messages_do_one_by_one(algorithm: str, dimensions: 
     network = MachineNetwork(Machine(dimensions))
     for kind in KINDS_OF[algorithm][:2]:
         for size in (1 << 14, 1 << 24):
-            messages = schedule(kind, algorithm, 8, size, local=4, chunks=2)
+            messages = build_schedule(kind, algorithm, 8, size, local=4, chunks=2)
             together = finish_times(messages, network, np.arange(8), np.zeros(8)).max()
             assert together == pytest.approx(
                 sent_one_by_one([(messages, range(8), [0.0] * 8)], network)[0].max(), rel=0.07
@@ -307,7 +307,7 @@ def test_a_ring_ends_as_its_messages_do_whoever_is_late(
     dimensions: tuple[Dimension, ...], size: int, ready: list[int]
 ) -> None:
     network = MachineNetwork(Machine(dimensions))
-    messages = schedule("all_reduce", "ring", 8, size)
+    messages = build_schedule("all_reduce", "ring", 8, size)
     start = [float(time) for time in ready]
     one_by_one = sent_one_by_one([(messages, range(8), start)], network)[0]
     assert finish_times(messages, network, np.arange(8), np.array(start)) == pytest.approx(one_by_one, rel=1e-6)

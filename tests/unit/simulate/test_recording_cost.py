@@ -69,7 +69,7 @@ def test_a_saving_loses_what_recording_cost_the_events_that_go(texts: tuple[str,
         if "delay" in texts[0] and graph.nodes["rank"].n_unique() == 1:
             continue
         for saved in (0, 37, 500, -80):
-            found = unrecorded_saving_ns(graph, changes, saved, whole_ns=700, ratio=ratio)
+            found = unrecorded_saving_ns(graph, changes, saved, total_ns=700, ratio=ratio)
             assert found == plainly(graph, texts, saved, 700, ratio)
             assert min(saved, saved / 3) - 1 <= found <= max(saved, saved / 3) + 1, "between a third and all of it"
         compared += 1
@@ -79,7 +79,7 @@ def test_a_saving_loses_what_recording_cost_the_events_that_go(texts: tuple[str,
 @pytest.mark.parametrize("ratio", [None, 1.0, 0.8])
 def test_what_nobody_measured_or_cost_nothing_takes_nothing_away(ratio: float | None) -> None:
     for graph in JOBS[:3]:
-        assert unrecorded_saving_ns(graph, [parse("host remove")], 99, whole_ns=500, ratio=ratio) == 99
+        assert unrecorded_saving_ns(graph, [parse("host remove")], 99, total_ns=500, ratio=ratio) == 99
 
 
 def session(ratio: float | None = None) -> Session:

@@ -16,15 +16,15 @@ from traceloom.errors import UsageError
 from traceloom.formats import load
 from traceloom.graph import graph as gs
 from traceloom.graph import link_session
-from traceloom.workload.simulate.scale import RecordedJob, measured_ends, scale
+from traceloom.workload.simulate.scale import RecordedJob, find_step_ends, scale
 from traceloom.workload.simulate.scale_draws import can_end_a_step
-from traceloom.workload.simulate.scale_replicas import DataAxis
+from traceloom.workload.simulate.scale_replicas import RankNumbering
 
 # -- who is who ---------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_digits_of_places_and_copies() -> None:
-    axis = DataAxis(stride=2, copies=4, world=16)  # tensor 2, data 4, pipeline 2
+    axis = RankNumbering(stride=2, copies=4, world=16)  # tensor 2, data 4, pipeline 2
     assert axis.positions == 4
     assert [(axis.position(rank), axis.copy(rank)) for rank in (0, 1, 2, 7, 8, 13)] == [
         (0, 0), (1, 0), (0, 1), (1, 3), (2, 0), (3, 2),
@@ -86,7 +86,9 @@ def test_one_copy_without_variation_answers_as_all_of_them(name: str) -> None:
     whole = recorded.graph_at(ranks=count)  # another engine: the pass over a graph of all ranks
     whole.check()
     assert whole.nodes["rank"].drop_nulls().n_unique() == count
-    assert answer.after_ns == pytest.approx(np.median(np.diff(measured_ends(whole))), abs=200)  # rounding, node by node
+    assert answer.after_ns == pytest.approx(
+        np.median(np.diff(find_step_ends(whole))), abs=200
+    )  # rounding, node by node
     assert answer.p10_ns <= answer.after_ns <= answer.p90_ns
     assert answer.draws == 1
 

@@ -16,9 +16,9 @@ from traceloom.graph import link_session
 from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer
 from traceloom.workload.simulate.machine_file import read_machine
-from traceloom.workload.simulate.native import on_device, run
-from traceloom.workload.simulate.scale import RecordedJob, on_machine, scale
-from traceloom.workload.simulate.sweep import PointEvaluator, SweepQuestion
+from traceloom.workload.simulate.native import build_device_cases, run
+from traceloom.workload.simulate.scale import RecordedJob, make_transfer_model, scale
+from traceloom.workload.simulate.sweep import SweepEvaluator, SweepQuestion
 
 RATE, LATENCY = 25.0, 1_500.0
 
@@ -49,7 +49,7 @@ def test_an_all_reduce_of_more_ranks_takes_the_form_of_its_algorithm(job: ShownJ
     }
     recorded = RecordedJob(job.graph, job.roles, varied=False)
     for algorithm, form in forms.items():
-        answer = recorded.at(ranks=ranks, transfers=on_machine(switch(ranks, algorithm, "all_reduce")))
+        answer = recorded.at(ranks=ranks, transfers=make_transfer_model(switch(ranks, algorithm, "all_reduce")))
         row = answer.collectives.row(by_predicate=pl.col("kind") == "all_reduce", named=True)
         assert (row["ranks_before"], row["ranks_after"]) == (4, ranks)
         assert row["in_bytes_after"] == row["in_bytes_before"]
@@ -61,7 +61,7 @@ def test_shards_shrink_and_their_gathering_takes_as_many_steps_as_ranks() -> Non
     sharded = shown((0, 1, 2), scaled_recipe(steps=3, layers=1, data=3, sharded=True))
     ranks = 12
     answer = RecordedJob(sharded.graph, sharded.roles, varied=False).at(
-        ranks=ranks, transfers=on_machine(switch(ranks, "ring", "all_gather"))
+        ranks=ranks, transfers=make_transfer_model(switch(ranks, "ring", "all_gather"))
     )
     for kind in ("all_gather", "reduce_scatter"):  # the usual algorithm of the second is a ring, too
         row = answer.collectives.row(by_predicate=pl.col("kind") == kind, named=True)
@@ -73,12 +73,12 @@ def test_shards_shrink_and_their_gathering_takes_as_many_steps_as_ranks() -> Non
 def test_measured_transfers_of_the_group_go_before_the_links(job: ShownJob) -> None:
     measured = MeasuredTransfer("all_reduce", "inside", 16, 0, 1 << 40, 77_000.0)
     machine = replace(switch(16, "ring", "all_reduce"), transfers=(measured,))
-    answer = RecordedJob(job.graph, job.roles, varied=False).at(ranks=16, transfers=on_machine(machine))
+    answer = RecordedJob(job.graph, job.roles, varied=False).at(ranks=16, transfers=make_transfer_model(machine))
     row = answer.collectives.row(by_predicate=pl.col("kind") == "all_reduce", named=True)
     assert row["transfer_after_ns"] == 77_000
     other = replace(measured, ranks=4)
     machine = replace(machine, transfers=(other,))
-    answer = RecordedJob(job.graph, job.roles, varied=False).at(ranks=16, transfers=on_machine(machine))
+    answer = RecordedJob(job.graph, job.roles, varied=False).at(ranks=16, transfers=make_transfer_model(machine))
     row = answer.collectives.row(by_predicate=pl.col("kind") == "all_reduce", named=True)
     assert row["transfer_after_ns"] == pytest.approx(77_000 * 15 / 3)  # five times the steps of a ring
     assert "group not among those measured" in answer.notices[0].message
@@ -90,7 +90,7 @@ def test_a_slower_network_is_waited_for_where_nothing_runs_meanwhile(job: ShownJ
     times = []
     for extra in (0.0, 10_000.0, 20_000.0):
         machine = Machine((Dimension("switch", 8, RATE, LATENCY + extra),))
-        times.append(recorded.at(ranks=8, transfers=on_machine(machine)).after_ns)
+        times.append(recorded.at(ranks=8, transfers=make_transfer_model(machine)).after_ns)
     calls = recorded.at(ranks=8).collectives["calls"].sum()
     steps = 2 * 7  # of a ring of 8, over two links each
     first, second = times[1] - times[0], times[2] - times[1]
@@ -118,7 +118,7 @@ def test_draws_of_a_step_lie_around_their_quantiles(job: ShownJob) -> None:
 
 def test_a_machine_that_names_a_device_computes_with_it_at_every_scale(folder: Path) -> None:
     """As `--machine` does at the recorded size: the network and the device are the machine's."""
-    evaluator = PointEvaluator(SweepQuestion((str(folder),), machine="dgx-a100", draws=5))
+    evaluator = SweepEvaluator(SweepQuestion((str(folder),), machine="dgx-a100", draws=5))
     described = read_machine("dgx-a100").device
     assert described is not None
     for ranks in (8, 16):
@@ -134,24 +134,24 @@ def test_a_machine_that_names_a_device_computes_with_it_at_every_scale(folder: P
 def test_work_stays_where_nobody_knows_the_recorded_device(folder: Path, tmp_path: Path) -> None:
     link_session(load(folder)).save(tmp_path / "job.graph")  # without the traces, which name the device
     graph, traces = (
-        PointEvaluator(SweepQuestion((str(path),), machine="dgx-a100", draws=5))
+        SweepEvaluator(SweepQuestion((str(path),), machine="dgx-a100", draws=5))
         for path in (tmp_path / "job.graph", folder)
     )
     assert graph({"ranks": 16})["time_ns"] == traces({"ranks": 16, "device": "H100 SXM"})["time_ns"]
     source = open_input(tmp_path / "job.graph")
-    cases = on_device(source, read_machine("dgx-a100"), None, 1.0, None)
+    cases = build_device_cases(source, read_machine("dgx-a100"), None, 1.0, None)
     job = RecordedJob(cases.graphs[0], draws=5, notices=cases.notices)
     assert "device-kept" in {notice.slug for notice in job.at(ranks=16).notices}
     assert run(tmp_path / "job.graph", "dgx-a100").notices[-1].slug == "device-kept"
 
 
 def test_points_of_a_sweep_are_the_single_answers(folder: Path) -> None:
-    evaluator = PointEvaluator(SweepQuestion((str(folder),), machine="dgx-h100", draws=5, seed=3))
+    evaluator = SweepEvaluator(SweepQuestion((str(folder),), machine="dgx-h100", draws=5, seed=3))
     job = RecordedJob(link_session(load(folder)), {"0": "data"}, draws=5, seed=3)
     for ranks, bandwidth in ((16, 50.0), (32, 12.5)):
         point = evaluator({"ranks": ranks, "network.1.bandwidth": bandwidth})
         machine = read_machine("dgx-h100", [f"network.1.bandwidth={bandwidth}"]).for_ranks(ranks)
-        single = job.at(ranks=ranks, transfers=on_machine(machine))
+        single = job.at(ranks=ranks, transfers=make_transfer_model(machine))
         assert (point["time_ns"], point["p10_ns"], point["p90_ns"]) == (
             single.after_ns, single.p10_ns, single.p90_ns,
         )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from support.flows import sent_one_by_one
 from support.workload import collective, node, write_set
-from traceloom.workload.collective_algorithms import schedule
+from traceloom.workload.collective_algorithms import build_schedule
 from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine
 from traceloom.workload.simulate.native import run
 from traceloom.workload.simulate.network import MachineNetwork
@@ -41,7 +41,7 @@ def test_transfers_that_share_links_end_as_their_messages_do(
     begin_us = np.random.default_rng(7).integers(1, latest_us, len(groups)).tolist()
     network = MachineNetwork(machine)
     parts = [
-        (schedule("all_reduce", "ring", len(group), size), group, [1000.0 * begin] * len(group))
+        (build_schedule("all_reduce", "ring", len(group), size), group, [1000.0 * begin] * len(group))
         for group, begin in zip(groups, begin_us, strict=True)
     ]
     alone = [sent_one_by_one([part], network)[0].max() for part in parts]

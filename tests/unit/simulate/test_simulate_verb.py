@@ -14,7 +14,7 @@ from support.reports import check_schema
 from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.report.simulation import SIMULATION, build_simulation, render_simulation, sentence
+from traceloom.report.simulation import SIMULATION, build_simulation, describe_simulation, render_simulation
 from traceloom.testing import TraceBuilder
 from traceloom.workload.simulate.machine import Dimension, Machine
 from traceloom.workload.simulate.native import run
@@ -160,12 +160,15 @@ def test_what_was_not_measured_is_not_said_to_be(job: Path, tmp_path: Path) -> N
         tmp_path / "some", *([node(1, us=5), collective(2, size=1 << 20, us=0, deps=[1])] for _ in range(2))
     )
     none = write_set(tmp_path / "none", *([collective(1, size=1 << 20, us=0)] for _ in range(2)))
-    assert sentence(run(some)) == "The window takes 5.00 µs by its own durations."
+    assert describe_simulation(run(some)) == "The window takes 5.00 µs by its own durations."
     # two messages of half a MiB and their way to the switch
-    assert sentence(run(some, two)) == (
+    assert describe_simulation(run(some, two)) == (
         "The window would take 26.0 µs on two; by its own durations it takes 5.00 µs (+419.4 %)."
     )
-    assert sentence(run(none, two)) == "The window would take 21.0 µs on two; by its own durations it takes 0 ns."
+    assert (
+        describe_simulation(run(none, two))
+        == "The window would take 21.0 µs on two; by its own durations it takes 0 ns."
+    )
     assert "Nobody measured communication alone" in run(job, only="communication").identity
 
 

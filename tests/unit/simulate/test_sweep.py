@@ -19,7 +19,12 @@ import traceloom
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.cli import main
 from traceloom.errors import UsageError
-from traceloom.workload.chakra.generate import TransformerOptions, memory_bytes, transformer, write_generated
+from traceloom.workload.chakra.generate import (
+    TransformerOptions,
+    estimate_memory,
+    generate_transformer,
+    write_generated,
+)
 from traceloom.workload.simulate.native import run
 from traceloom.workload.simulate.scale import scale
 from traceloom.workload.simulate.sweep import (
@@ -27,8 +32,8 @@ from traceloom.workload.simulate.sweep import (
     SweepQuestion,
     SweepTable,
     evaluate_points,
+    list_points,
     parse_axis,
-    points_of,
 )
 
 MACHINE = """
@@ -50,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     parallel_job(ParallelRecipe(data=2, tensor=2, steps=3, layers=1)).run().write(folder / "run")
     (folder / "machine.toml").write_text(MACHINE)
-    write_generated(transformer(TransformerOptions(layers=4, hidden=256)), folder / "plan")
+    write_generated(generate_transformer(TransformerOptions(layers=4, hidden=256)), folder / "plan")
     return folder
 
 
@@ -95,16 +100,16 @@ def test_ten_million_points_are_refused_at_once() -> None:
     assert refused.value.slug == "sweep-too-large"
     assert "10,000,000" in str(refused.value)
     with pytest.raises(UsageError) as refused:
-        points_of([parse_axis(f"{name}=1..100") for name in ("a", "b", "c")])
+        list_points([parse_axis(f"{name}=1..100") for name in ("a", "b", "c")])
     assert refused.value.slug == "sweep-too-large"
     assert "1,000,000 points" in refused.value.message
 
 
 def test_points_are_all_combinations() -> None:
     axes = [parse_axis("a=1,2"), parse_axis("b=x,y")]
-    assert [tuple(point.values()) for point in points_of(axes)] == [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
+    assert [tuple(point.values()) for point in list_points(axes)] == [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
     with pytest.raises(UsageError):
-        points_of([parse_axis("a=1"), parse_axis("a=2")])
+        list_points([parse_axis("a=1"), parse_axis("a=2")])
 
 
 # -- what the answers say together --------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ def test_a_plan_keeps_its_ranks_and_its_batch(folder: Path) -> None:
     machine = str(folder / "machine.toml")
     question = SweepQuestion((str(folder / "plan"),), machine=machine, ranks=8, memory_limit=30_000_000)
     axes = [parse_axis("tensor_parallel=1,2,3"), parse_axis("pipeline_parallel=1,4"), parse_axis("global_batch=16")]
-    points = dict(enumerate(points_of(axes)))
+    points = dict(enumerate(list_points(axes)))
     answers = dict(evaluate_points(question, points, processes=1))
     reasons = {tuple(points[number].values())[:2]: row["reason"] for number, row in answers.items()}
     # 4 layers of 12 x 256^2 weights, 16 bytes each, and of 17 x 1024 x 256 x 2 bytes of one micro-batch on its way
@@ -185,7 +190,7 @@ def test_a_plan_keeps_its_ranks_and_its_batch(folder: Path) -> None:
 
 def test_memory_grows_with_what_is_on_its_way() -> None:
     few, many = (
-        memory_bytes(TransformerOptions(schedule=schedule, micro_batches=8, pipeline_parallel=2))
+        estimate_memory(TransformerOptions(schedule=schedule, micro_batches=8, pipeline_parallel=2))
         for schedule in ("1f1b", "gpipe")
     )
     layer = 17 * 1024 * 1024 * 2 // 2

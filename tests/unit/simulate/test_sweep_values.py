@@ -19,23 +19,23 @@ from traceloom.workload.chakra.generate import (
     CollectiveOptions,
     PipelineOptions,
     TransformerOptions,
-    collectives,
-    pipeline,
-    transformer,
+    generate_collectives,
+    generate_pipeline,
+    generate_transformer,
     write_generated,
 )
 from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine
 from traceloom.workload.simulate.machine_file import machine_text
 from traceloom.workload.simulate.native import run
-from traceloom.workload.simulate.sweep import PointEvaluator, SweepQuestion
+from traceloom.workload.simulate.sweep import SweepEvaluator, SweepQuestion
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("values")
-    write_generated(collectives(CollectiveOptions("all_reduce", ranks=4, size=1 << 20)), home / "collective")
-    write_generated(pipeline(PipelineOptions(2, 2)), home / "pipeline")
-    write_generated(transformer(TransformerOptions(layers=2, hidden=64)), home / "transformer")
+    write_generated(generate_collectives(CollectiveOptions("all_reduce", ranks=4, size=1 << 20)), home / "collective")
+    write_generated(generate_pipeline(PipelineOptions(2, 2)), home / "pipeline")
+    write_generated(generate_transformer(TransformerOptions(layers=2, hidden=64)), home / "transformer")
     parallel_job(ParallelRecipe(data=2, steps=2, layers=1)).run().write(home / "run")
     rules = (AlgorithmRule("all_reduce", "ring"),)
     machine = Machine((Dimension("switch", 4, 10.0, 100.0),), algorithms=rules)
@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def evaluator(folder: Path, name: str) -> PointEvaluator:
-    return PointEvaluator(SweepQuestion((str(folder / name),), machine=str(folder / "machine.toml"), draws=5))
+def evaluator(folder: Path, name: str) -> SweepEvaluator:
+    return SweepEvaluator(SweepQuestion((str(folder / name),), machine=str(folder / "machine.toml"), draws=5))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_right_values_have_the_answers_of_what_they_generate(folder: Path, tmp_p
         name: evaluator(folder, "pipeline")({"schedule": name, "micro_batches": 6}) for name in ("1f1b", "gpipe")
     }
     for name, row in schedules.items():
-        write_generated(pipeline(PipelineOptions(2, 6, name)), tmp_path / name)
+        write_generated(generate_pipeline(PipelineOptions(2, 6, name)), tmp_path / name)
         machine = Machine((Dimension("switch", 2, 10.0, 100.0),))
         assert row["time_ns"] == run(tmp_path / name, machine).after_ns
     batch = evaluator(folder, "transformer")({"global_batch": 8, "data_parallel": 2})
@@ -104,7 +104,7 @@ def test_whatever_files_say_of_how_they_were_made_they_are_files(text: str, tmp_
     metadata = GlobalMetadata(version=METADATA.version)
     metadata.attr.append(AttributeProto(name="generated", string_val=text))
     files.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
-    asked = PointEvaluator(SweepQuestion((str(tmp_path),)))
+    asked = SweepEvaluator(SweepQuestion((str(tmp_path),)))
     assert asked.generated is None
     assert asked({})["time_ns"] == 4_000
 
@@ -114,7 +114,7 @@ def test_a_workload_that_was_generated_in_another_version_is_refused(tmp_path: P
     metadata.attr.append(AttributeProto(name="generated", string_val=json.dumps({"format": SCHEMA, "version": 2})))
     files.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
     with pytest.raises(InputError) as refused:
-        _ = PointEvaluator(SweepQuestion((str(tmp_path),))).generated
+        _ = SweepEvaluator(SweepQuestion((str(tmp_path),))).generated
     assert refused.value.slug == "other-version"
 
 
@@ -129,7 +129,7 @@ def test_options_that_files_make_up_are_refused_by_name(folder: Path, tmp_path: 
         metadata.attr.append(AttributeProto(name="generated", string_val=text))
         files.write(tmp_path / "workload.0.et", metadata, [node(1)], force=True)
         machine = str(folder / "machine.toml")
-        asked = PointEvaluator(SweepQuestion((str(tmp_path),), machine=machine))
+        asked = SweepEvaluator(SweepQuestion((str(tmp_path),), machine=machine))
         assert asked({"size": 10})["reason"] == reason
         with pytest.raises(UsageError, match="nothing that can be swept"):
             asked.check(["sizes"])

@@ -6,7 +6,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.changes.changes import ASSUMES, TARGETS, Change, Chosen, Selection, of_events, parse
+from traceloom.changes.changes import (
+    ASSUMPTIONS,
+    NODE_TARGETS,
+    Change,
+    NodeSelection,
+    Selection,
+    parse,
+    select_event_nodes,
+)
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import sweep
 from traceloom.errors import UsageError
@@ -51,7 +59,7 @@ def meant(text: str) -> pl.DataFrame:
 
 
 def test_each_word_means_its_kinds_of_work_and_no_other() -> None:
-    assert set(TARGETS) == set(KINDS_OF)
+    assert set(NODE_TARGETS) == set(KINDS_OF)
     for target, kinds in KINDS_OF.items():
         nodes = meant(f"{target} * 2")
         assert set(nodes["kind"]) == kinds, target
@@ -196,8 +204,8 @@ def test_what_every_action_assumes_is_said() -> None:
         "kernels balance",
         "loading workers 2",
     )
-    assert {parse(text).action for text in texts} == set(ASSUMES)
-    assert all(ASSUMES.values())
+    assert {parse(text).action for text in texts} == set(ASSUMPTIONS)
+    assert all(ASSUMPTIONS.values())
 
 
 def test_a_delay_needs_somebody_to_be_compared_with() -> None:
@@ -216,7 +224,7 @@ def test_a_sweep_refuses_what_its_template_makes_no_change_of() -> None:
 
 def test_nodes_that_a_program_chose_are_told_in_its_words() -> None:
     mask = np.arange(GRAPH.nodes.height) % 5 == 0
-    change = Change("scale", Chosen("slow <kernels>", mask, "kernels"), 0.5)
+    change = Change("scale", NodeSelection("slow <kernels>", mask, "kernels"), 0.5)
     assert str(change) == "slow <kernels> * 0.5"
     scenario = Scenario.of(GRAPH).apply(change)
     assert (scenario.work_ns == np.where(mask, 4, 8)).all()
@@ -232,10 +240,10 @@ def test_events_of_one_rank_are_the_nodes_of_that_rank() -> None:
         schema=gs.GRAPH_SCHEMAS["nodes"],
     )
     graph = Graph(nodes, GRAPH.edges)
-    assert of_events(graph, 0, pl.Series([3])).tolist() == [True, False, False, False, False]
-    assert of_events(graph, 1, pl.Series([3, 4])).tolist() == [False, False, True, False, False]
-    assert of_events(graph, None, pl.Series([3])).tolist() == [True, False, True, True, False]
-    assert not of_events(graph, 0, pl.Series([], dtype=pl.Int64)).any()
+    assert select_event_nodes(graph, 0, pl.Series([3])).tolist() == [True, False, False, False, False]
+    assert select_event_nodes(graph, 1, pl.Series([3, 4])).tolist() == [False, False, True, False, False]
+    assert select_event_nodes(graph, None, pl.Series([3])).tolist() == [True, False, True, True, False]
+    assert not select_event_nodes(graph, 0, pl.Series([], dtype=pl.Int64)).any()
 
 
 def test_the_sweep_of_changes_is_a_function_whatever_is_imported() -> None:

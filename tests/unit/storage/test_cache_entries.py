@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.system.files import cache_directory, evict
-from traceloom.trace.cache import Cache, CacheEntry, FileStamp, digest
+from traceloom.system.files import evict, find_cache_directory
+from traceloom.trace.cache import Cache, CacheEntry, FileStamp, compute_digest
 
 LONG_AGO = 1_600_000_000
 
@@ -222,14 +222,14 @@ def test_what_is_read_counts_as_used(tmp_path: Path) -> None:
 def test_the_digest_is_that_of_the_whole_content(size: int, tmp_path: Path) -> None:
     content = bytes(range(256)) * (size // 256 + 1)
     (tmp_path / "a").write_bytes(content[:size])
-    assert digest(tmp_path / "a") == hashlib.blake2b(content[:size], digest_size=20).hexdigest()
+    assert compute_digest(tmp_path / "a") == hashlib.blake2b(content[:size], digest_size=20).hexdigest()
 
 
 def test_the_environment_says_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "chosen"))
-    assert cache_directory() == tmp_path / "chosen"
+    assert find_cache_directory() == tmp_path / "chosen"
     keep(Cache(), text_file(tmp_path / "a", "one"), "x")
     assert (tmp_path / "chosen" / "traces").is_dir()
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_directory().name == "traceloom"
+    assert find_cache_directory().name == "traceloom"

@@ -12,7 +12,7 @@ import pytest
 
 from traceloom.errors import InputError
 from traceloom.trace import mapped_arrays
-from traceloom.trace.arrays import TextTable, arrow_name, gathered, numbers
+from traceloom.trace.arrays import TextTable, build_mapped_column, build_number_column, get_arrow_name
 from traceloom.trace.mapped_arrays import ColumnSpool
 
 TEXTS = ["", "a", "elf bytes..", "twelve bytes", "thirteen byte", "x" * 1000, "é" * 6, "é" * 7, "\U0001f600\0 \u2028"]
@@ -23,8 +23,8 @@ LARGE, SMALL = 2**63 - 1, -(2**63)
 def large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Every array counts as large."""
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(mapped_arrays, "LEAST_BYTES", 1)
-    monkeypatch.setattr(mapped_arrays, "PIECE", 16)
+    monkeypatch.setattr(mapped_arrays, "MIN_MAPPED_BYTES", 1)
+    monkeypatch.setattr(mapped_arrays, "SLICE_ELEMENTS", 16)
     yield
     mapped_arrays.BLOCK_POOL.clear()
 
@@ -45,7 +45,7 @@ def test_a_column_is_its_parts_one_after_the_other(dtype: Any, tmp_path: Path) -
     column = spill.column("events", "start", parts[3:], dtype)
     assert column.tolist() == [value for part in parts for value in part.tolist()]
     assert column.dtype == dtype
-    assert isinstance(column, mapped_arrays.OnDisk)
+    assert isinstance(column, mapped_arrays.MappedArray)
     assert files(tmp_path) == []
 
 
@@ -76,14 +76,14 @@ def test_without_a_place_for_the_files_it_is_said_what_to_do(tmp_path: Path, mon
     assert caught.value.where == str(tmp_path / "in the way" / "spill")
     assert "TRACELOOM_CACHE_DIR" in str(caught.value.hint)
     with pytest.raises(InputError, match="do not fit the disk"):
-        mapped_arrays.empty(5, np.int64)
+        mapped_arrays.allocate_array(5, np.int64)
 
 
 @pytest.mark.parametrize("absent", [None, 3, -1, 0])
 @pytest.mark.parametrize("dtype", [pl.Int64, pl.UInt32, pl.UInt16, pl.Float64])
 def test_numbers_are_null_where_they_are_the_absent_one(dtype: Any, absent: int | None) -> None:
     values = [3, 0, 7, 3, 1, *range(60), 3]
-    column = numbers(mapped_arrays.stored(np.array(values)), dtype, absent=absent)
+    column = build_number_column(mapped_arrays.copy_to_disk(np.array(values)), dtype, absent=absent)
     assert column.to_list() == [None if value == absent else value for value in values]
     assert column.dtype == dtype
 
@@ -129,7 +129,7 @@ PARTS: dict[str, tuple[pl.DataType, list[list[Any]]]] = {
 def test_a_column_gathered_from_parts_is_their_sum(name: str) -> None:
     dtype, parts = PARTS[name]
     values = [value for part in parts for value in part]
-    column = gathered(dtype, len(values), lambda: (pl.Series(part, dtype=dtype) for part in parts))
+    column = build_mapped_column(dtype, len(values), lambda: (pl.Series(part, dtype=dtype) for part in parts))
     assert column.to_list() == values
     assert column.dtype == dtype
     assert column.null_count() == values.count(None)
@@ -137,7 +137,7 @@ def test_a_column_gathered_from_parts_is_their_sum(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [pl.String(), pl.Int64(), pl.Boolean()])
 def test_of_no_rows_nothing_is_asked(dtype: pl.DataType) -> None:
-    column = gathered(dtype, 0, lambda: pytest.fail("there is nothing to ask for"))
+    column = build_mapped_column(dtype, 0, lambda: pytest.fail("there is nothing to ask for"))
     assert (column.len(), column.dtype) == (0, dtype)
 
 
@@ -146,4 +146,4 @@ def test_of_no_rows_nothing_is_asked(dtype: pl.DataType) -> None:
     [(pl.Int64(), "int64"), (pl.UInt16(), "uint16"), (pl.Float64(), "float64"), (pl.String(), None), (pl.Int8(), None)],
 )
 def test_arrow_has_a_name_for_numbers_of_the_columns(dtype: pl.DataType, name: str | None) -> None:
-    assert arrow_name(dtype) == name
+    assert get_arrow_name(dtype) == name

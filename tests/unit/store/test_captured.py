@@ -16,12 +16,12 @@ from traceloom.analyze.idle import CAUSES
 from traceloom.analyze.kernel_efficiency import kernel_bounds
 from traceloom.findings import findings
 from traceloom.fleet.service import capture_rows
-from traceloom.fleet.service.capture_rows import CaptureOrigin, rows
+from traceloom.fleet.service.capture_rows import CaptureOrigin, build_capture_rows
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.formats import load
 from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
-from traceloom.trace.session import TELEMETRY, Session
+from traceloom.trace.session import TELEMETRY_SCHEMA, Session
 
 ORIGIN = CaptureOrigin("c0", 1_790_000_000 * 10**9, request="r", job="j", code="abc")
 QUICK = ("h100_bert_small", "mi250_minitoy", "h800_deepseek_train", "mtia_inference", "cpu_only_gloo_rank34")
@@ -29,7 +29,7 @@ QUICK = ("h100_bert_small", "mi250_minitoy", "h800_deepseek_train", "mtia_infere
 
 def hold(session: Session) -> dict[str, pl.DataFrame]:
     """Compare the rows with the report of the same session."""
-    tables = rows(session, ORIGIN)
+    tables = build_capture_rows(session, ORIGIN)
     document = build(session, ReportOptions(only=("kinds", "kernel_shapes", "roofline")))
     assert {name: frame.schema for name, frame in tables.items()} == {
         name: SCHEMAS[name].types for name in ("captures", "devices", "kernels", "findings")
@@ -121,7 +121,7 @@ def session() -> Session:
 def test_a_capture_without_a_time_of_day_is_of_the_day_it_came() -> None:
     trace = session().traces[0]
     boot = replace(trace, meta=replace(trace.meta, clock="unknown"))
-    capture = rows(Session((boot,), "made"), ORIGIN)["captures"].row(0, named=True)
+    capture = build_capture_rows(Session((boot,), "made"), ORIGIN)["captures"].row(0, named=True)
     assert (capture["start_ns"], capture["day"]) == (ORIGIN.received_ns, date(2026, 9, 21))
 
 
@@ -131,10 +131,10 @@ def test_clocks_come_from_the_telemetry_of_the_host() -> None:
          "value": value, "unit": "hertz", "kind": "gauge"}
         for host, domain, value in (("node7", "sm", 1.0e9), ("node7", "sm", 2.0e9), ("node7", "memory", 9e9), ("other", "sm", 7e9))
     ]  # fmt: skip
-    telemetry = pl.DataFrame(samples, schema=TELEMETRY)
-    with_clock = rows(replace(session(), telemetry=telemetry), ORIGIN)["kernels"]
+    telemetry = pl.DataFrame(samples, schema=TELEMETRY_SCHEMA)
+    with_clock = build_capture_rows(replace(session(), telemetry=telemetry), ORIGIN)["kernels"]
     assert set(with_clock["clock_hz"]) == {1.5e9}
-    assert set(rows(session(), ORIGIN)["kernels"]["clock_hz"]) == {None}
+    assert set(build_capture_rows(session(), ORIGIN)["kernels"]["clock_hz"]) == {None}
 
 
 def test_of_very_many_kernels_the_small_become_one_and_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +143,12 @@ def test_of_very_many_kernels_the_small_become_one_and_no_time_is_lost(monkeypat
         builder.launch("cudaLaunchKernel", 100 * number, 5, correlation=number)
         builder.kernel(f"kernel{number}", 100 * number + 20, 10 + number, correlation=number)
     many = Session((builder.build(),), "many")
-    whole = rows(many, ORIGIN)["kernels"]
-    monkeypatch.setattr(capture_rows, "MOST_KERNELS", 3)
-    cut = rows(many, ORIGIN)["kernels"]
+    whole = build_capture_rows(many, ORIGIN)["kernels"]
+    monkeypatch.setattr(capture_rows, "MAX_KERNELS", 3)
+    cut = build_capture_rows(many, ORIGIN)["kernels"]
     assert cut.select("kernel", "count", "total_ns", "min_ns", "max_ns").rows() == [
         ("kernel6", 1, 16_000, 16_000, 16_000), ("kernel5", 1, 15_000, 15_000, 15_000),
-        (capture_rows.OTHERS, 5, 60_000, 10_000, 14_000),
+        (capture_rows.OTHERS_LABEL, 5, 60_000, 10_000, 14_000),
     ]  # fmt: skip
     assert cut.select("count", "total_ns").sum().row(0) == whole.select("count", "total_ns").sum().row(0)
 
@@ -158,7 +158,7 @@ def test_what_fails_by_our_fault_is_left_out_and_said(monkeypatch: pytest.Monkey
         raise AssertionError("broken")
 
     monkeypatch.setattr(capture_rows, "findings", fails)
-    tables = rows(session(), ORIGIN)
+    tables = build_capture_rows(session(), ORIGIN)
     assert tables["findings"].height == 0
     assert "section-failed" in tables["captures"]["notices"].item().to_list()
     assert tables["devices"].height == 1

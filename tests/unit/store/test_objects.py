@@ -16,20 +16,20 @@ pytest.importorskip("obstore", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind, azure_store, places
 from traceloom.cli.upload import FleetClient
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.fleet.store.objects import Objects, checked_name
+from traceloom.fleet.store.objects import ObjectStore, check_object_name
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import Tables
 
 
 @pytest.fixture(params=[*KINDS, "azure"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     if request.param == "azure":
-        return Objects(azure_store(monkeypatch))
+        return ObjectStore(azure_store(monkeypatch))
     kind: Kind = request.param
-    return Objects(places(kind, tmp_path, monkeypatch).store)
+    return ObjectStore(places(kind, tmp_path, monkeypatch).store)
 
 
-def test_what_is_put_stays_as_it_was_first(objects: Objects, tmp_path: Path) -> None:
+def test_what_is_put_stays_as_it_was_first(objects: ObjectStore, tmp_path: Path) -> None:
     assert objects.size("captures/d/c/a.json") is None
     assert objects.put("captures/d/c/a.json", b"first")
     assert not objects.put("captures/d/c/a.json", b"second")
@@ -45,7 +45,7 @@ def test_what_is_put_stays_as_it_was_first(objects: Objects, tmp_path: Path) -> 
     assert raised.value.slug == "unreadable"
 
 
-def test_large_objects_come_in_pieces_and_whole(objects: Objects) -> None:
+def test_large_objects_come_in_pieces_and_whole(objects: ObjectStore) -> None:
     content = os.urandom(3 << 20)
     objects.put("big", content)
     pieces = list(objects.chunks("big"))
@@ -58,8 +58,8 @@ def test_large_objects_come_in_pieces_and_whole(objects: Objects) -> None:
     ["../x", "a/../b", "/etc/passwd", "", "a//b", ".hidden", "a/.", "a\\b", "a b", "a\0", "é", "a/b/c/d/e/f/g", "x" * 201, "a\n"],
 )  # fmt: skip
 def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
-    objects = Objects(str(tmp_path / "store"))
-    for ask in (checked_name, objects.size, objects.delete, objects.names, lambda name: objects.put(name, b"x")):
+    objects = ObjectStore(str(tmp_path / "store"))
+    for ask in (check_object_name, objects.size, objects.delete, objects.names, lambda name: objects.put(name, b"x")):
         with pytest.raises(UsageError) as raised:
             ask(name)  # type: ignore[operator]
         assert raised.value.slug == "unsafe-name"
@@ -67,7 +67,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_not_written_to_its_end_is_not_there(tmp_path: Path) -> None:
-    objects = Objects(str(tmp_path))
+    objects = ObjectStore(str(tmp_path))
     with pytest.raises(KeyError), objects.writing("a/b") as file:  # noqa: PT012
         file.write(b"half")
         assert objects.size("a/b") is None
@@ -85,13 +85,13 @@ def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
     for name, age_s in ((".incoming-old", 90_000), (".incoming-young", 60)):
         (tmp_path / name).write_text("half")
         os.utime(tmp_path / name, (time.time() - age_s,) * 2)
-    Objects(str(tmp_path))
+    ObjectStore(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [".incoming-young"]
 
 
 def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Objects(str(tmp_path)).upload_url("a/b", 60) is None
-    objects = Objects(places("shared", tmp_path, monkeypatch).store)
+    assert ObjectStore(str(tmp_path)).upload_url("a/b", 60) is None
+    objects = ObjectStore(places("shared", tmp_path, monkeypatch).store)
     url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)
     assert url is not None
     headers = {"Content-Type": "application/octet-stream"}
@@ -108,7 +108,7 @@ def test_a_signed_address_takes_one_object_without_credentials(tmp_path: Path, m
 
 def test_azure_takes_what_clients_send_and_holds_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = azure_store(monkeypatch)
-    objects = Objects(where)
+    objects = ObjectStore(where)
     url = objects.upload_url("captures/d/c/a+b=c@d.json", 60)
     assert url is not None
     (content := tmp_path / "trace.json").write_bytes(b"content")
@@ -129,7 +129,7 @@ def test_azure_takes_what_clients_send_and_holds_tables(tmp_path: Path, monkeypa
 
 
 def test_a_file_of_a_directory_is_read_where_it_lies(tmp_path: Path) -> None:
-    objects = Objects(str(tmp_path))
+    objects = ObjectStore(str(tmp_path))
     objects.put("a/b", b"content")
     assert objects.readable_at("a/b", 60) == str(tmp_path / "a" / "b")
     assert objects.readable_at("a/c", 60) is None
@@ -139,7 +139,7 @@ def test_a_store_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     options = {"aws_endpoint": "http://127.0.0.1:1", "aws_allow_http": "true", "aws_region": "us-east-1"}
-    objects = Objects("s3://bucket/x", options)
+    objects = ObjectStore("s3://bucket/x", options)
     with pytest.raises(InputError):
         objects.size("a")
     with pytest.raises(OutputError):
@@ -149,11 +149,11 @@ def test_a_store_that_does_not_answer_is_an_error_of_ours(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("url", ["ftp://x/y", "http://x/y", "memory://x"])
 def test_an_address_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(UsageError):
-        Objects(url)
+        ObjectStore(url)
 
 
 def test_a_directory_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(OutputError) as raised:
-        Objects(str(tmp_path / "file" / "store"))
+        ObjectStore(str(tmp_path / "file" / "store"))
     assert raised.value.slug == "cannot-write"

@@ -11,14 +11,14 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from traceloom.fleet.store.schema import SCHEMAS
-from traceloom.fleet.store.tables import packed_rows, unpacked_rows
+from traceloom.fleet.store.tables import pack_rows, unpack_rows
 
 DAY = date(2026, 11, 26)
 ROWS = pl.DataFrame({"day": [DAY, DAY], "capture": ["c1", "c1"], "kernel": ["gemm", "µ"], "count": [1, None]})
 
 
 def test_rows_come_back_with_all_columns_of_their_table() -> None:
-    rows = unpacked_rows(packed_rows({"kernels": ROWS, "findings": SCHEMAS["findings"].empty()}), "c1")
+    rows = unpack_rows(pack_rows({"kernels": ROWS, "findings": SCHEMAS["findings"].empty()}), "c1")
     assert set(rows) == {"kernels", "findings"}
     assert rows["kernels"].schema == SCHEMAS["kernels"].types
     assert_frame_equal(rows["kernels"].select(ROWS.columns), ROWS, check_dtypes=False)
@@ -38,24 +38,24 @@ def archive(**files: bytes) -> bytes:
     [
         (b"", "cannot be read"),
         (b"\x80\x04}.", "cannot be read"),
-        (packed_rows({"kernels": ROWS})[:-30], "cannot be read"),
+        (pack_rows({"kernels": ROWS})[:-30], "cannot be read"),
         (archive(kernels=b"no table"), "cannot be read"),
-        (packed_rows({"audit": ROWS}), "no rows in `audit`"),
-        (packed_rows({"usage_minute": SCHEMAS["usage_minute"].empty()}), "no rows in `usage_minute`"),
-        (packed_rows({"kernels": ROWS.with_columns(more=1)}), "no column more"),
-        (packed_rows({"kernels": ROWS.with_columns(count=pl.lit("many"))}), "cannot be read"),
-        (packed_rows({"kernels": ROWS.with_columns(capture=pl.Series(["c1", "c2"]))}), "of another capture"),
-        (packed_rows({"kernels": ROWS.with_columns(capture=pl.lit(None, pl.String))}), "of another capture"),
-        (packed_rows({"kernels": ROWS.with_columns(day=pl.Series([DAY, None]))}), "of no day"),
+        (pack_rows({"audit": ROWS}), "no rows in `audit`"),
+        (pack_rows({"usage_minute": SCHEMAS["usage_minute"].empty()}), "no rows in `usage_minute`"),
+        (pack_rows({"kernels": ROWS.with_columns(more=1)}), "no column more"),
+        (pack_rows({"kernels": ROWS.with_columns(count=pl.lit("many"))}), "cannot be read"),
+        (pack_rows({"kernels": ROWS.with_columns(capture=pl.Series(["c1", "c2"]))}), "of another capture"),
+        (pack_rows({"kernels": ROWS.with_columns(capture=pl.lit(None, pl.String))}), "of another capture"),
+        (pack_rows({"kernels": ROWS.with_columns(day=pl.Series([DAY, None]))}), "of no day"),
     ],
     ids=range(11),
 )
 def test_anything_else_is_refused(content: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        unpacked_rows(content, "c1")
+        unpack_rows(content, "c1")
 
 
 def test_what_would_fill_the_memory_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.fleet.store.tables.ROWS_BYTES", 1 << 20)
+    monkeypatch.setattr("traceloom.fleet.store.tables.MAX_ROWS_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="more than 1 MiB"):
-        unpacked_rows(archive(kernels=bytes(2 << 20)), "c1")
+        unpack_rows(archive(kernels=bytes(2 << 20)), "c1")

@@ -14,7 +14,7 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind
 from support.postgres import database
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.fleet.store.captures import ATTEMPTS, CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.captures import ATTEMPTS, CaptureFile, CaptureRecord, ServiceState
 from traceloom.fleet.store.database import LEADER
 
 
@@ -25,8 +25,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def state(url: str) -> Iterator[State]:
-    made = State(url)
+def state(url: str) -> Iterator[ServiceState]:
+    made = ServiceState(url)
     made.lead(LEADER, "me", 600)
     yield made
     made.close()
@@ -35,17 +35,17 @@ def state(url: str) -> Iterator[State]:
 def record(name: str, received_ns: int = 5, job: str = "") -> CaptureRecord:
     return CaptureRecord(
         id=name, day="2026-11-26", job=job, uploader="anna", received_ns=received_ns, complete=False, bytes=3,
-        files=(FileOfCapture("a.json", 3, "0" * 64),),
+        files=(CaptureFile("a.json", 3, "0" * 64),),
     )  # fmt: skip
 
 
-def arrived(state: State, *names: str, version: str = "1") -> None:
+def arrived(state: ServiceState, *names: str, version: str = "1") -> None:
     for at, name in enumerate(names):
         state.add_capture(record(name, at + 1))
         state.complete_capture(name, version)
 
 
-def analysed(state: State, *names: str) -> None:
+def analysed(state: ServiceState, *names: str) -> None:
     arrived(state, *names)
     for _ in names:
         task = state.claim("me", 60)
@@ -54,7 +54,7 @@ def analysed(state: State, *names: str) -> None:
         assert state.advance(task.id, "me", "analysed")
 
 
-def test_a_capture_is_one_however_often_it_is_announced_and_completed(state: State) -> None:
+def test_a_capture_is_one_however_often_it_is_announced_and_completed(state: ServiceState) -> None:
     assert state.add_capture(record("c1", 5)) == record("c1", 5)
     assert state.add_capture(record("c1", 9)).received_ns == 5
     assert state.captures() == []  # its files are not there yet
@@ -64,17 +64,17 @@ def test_a_capture_is_one_however_often_it_is_announced_and_completed(state: Sta
     assert [capture.id for capture in state.captures()] == ["c1"]
 
 
-def test_captures_come_newest_first_and_by_whose_they_are(state: State) -> None:
+def test_captures_come_newest_first_and_by_whose_they_are(state: ServiceState) -> None:
     for at in range(5):
         state.add_capture(record(f"c{at}", at + 1, job="even" if at % 2 == 0 else "odd"))
         state.complete_capture(f"c{at}", "1")
-    assert [capture.id for capture in state.captures(most=2)] == ["c4", "c3"]
+    assert [capture.id for capture in state.captures(limit=2)] == ["c4", "c3"]
     assert [capture.id for capture in state.captures(before_ns=4)] == ["c2", "c1", "c0"]
     assert [capture.id for capture in state.captures(job="odd")] == ["c3", "c1"]
     assert state.captures(uploader="bert") == []
 
 
-def test_one_holds_a_task_until_its_lease_ends(state: State) -> None:
+def test_one_holds_a_task_until_its_lease_ends(state: ServiceState) -> None:
     arrived(state, "c1")
     first = state.claim("a", 60)
     assert first is not None
@@ -90,7 +90,7 @@ def test_one_holds_a_task_until_its_lease_ends(state: State) -> None:
     assert state.tasks("c1")[0].state == "received"
 
 
-def test_many_who_claim_at_once_get_different_tasks(state: State) -> None:
+def test_many_who_claim_at_once_get_different_tasks(state: ServiceState) -> None:
     names = [f"c{at}" for at in range(20)]
     arrived(state, *names)
     claimed: list[str] = []
@@ -108,9 +108,9 @@ def test_many_who_claim_at_once_get_different_tasks(state: State) -> None:
 
 
 def test_a_task_that_fails_is_tried_again_and_then_quarantined_with_its_error(
-    state: State, monkeypatch: pytest.MonkeyPatch
+    state: ServiceState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**8)
+    monkeypatch.setattr("traceloom.fleet.store.captures._RETRY_DELAY_NS", 10**8)
     arrived(state, "c1")
     for attempt in range(1, ATTEMPTS + 1):
         task = state.claim("a", 60)
@@ -127,7 +127,7 @@ def test_a_task_that_fails_is_tried_again_and_then_quarantined_with_its_error(
     assert state.claim("a", 60) is not None
 
 
-def test_whoever_dies_of_a_task_three_times_leaves_it_in_quarantine(state: State) -> None:
+def test_whoever_dies_of_a_task_three_times_leaves_it_in_quarantine(state: ServiceState) -> None:
     arrived(state, "c1")
     for _ in range(ATTEMPTS):
         assert state.claim("a", 0) is not None  # and it never comes back
@@ -137,7 +137,7 @@ def test_whoever_dies_of_a_task_three_times_leaves_it_in_quarantine(state: State
     assert "ended" in task.error
 
 
-def test_a_task_that_is_given_back_has_lost_no_try(state: State) -> None:
+def test_a_task_that_is_given_back_has_lost_no_try(state: ServiceState) -> None:
     arrived(state, "c1")
     for _ in range(ATTEMPTS + 1):
         task = state.claim("a", 60)
@@ -146,7 +146,7 @@ def test_a_task_that_is_given_back_has_lost_no_try(state: State) -> None:
         state.give_back(task.id, "a", 0)
 
 
-def test_a_batch_that_was_begun_is_the_next_one_again(state: State) -> None:
+def test_a_batch_that_was_begun_is_the_next_one_again(state: ServiceState) -> None:
     analysed(state, "c1", "c2", "c3")
     first = state.open_batch(2, "me")
     assert first is not None
@@ -162,7 +162,7 @@ def test_a_batch_that_was_begun_is_the_next_one_again(state: State) -> None:
     assert state.counts() == {"received": 0, "checked": 0, "analysed": 0, "committed": 3, "quarantined": 0}
 
 
-def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: State) -> None:
+def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: ServiceState) -> None:
     analysed(state, "c1")
     batch = state.open_batch(9, "me")
     assert batch is not None
@@ -183,7 +183,7 @@ def test_a_newer_version_replaces_rows_in_batches_of_their_own(state: State) -> 
 
 
 def test_one_of_several_leads_until_its_lease_ends_or_it_resigns(url: str) -> None:
-    one, two = State(url), State(url)
+    one, two = ServiceState(url), ServiceState(url)
     assert one.lead("committer", "one", 60)
     assert not two.lead("committer", "two", 60)
     assert two.lead("other", "two", 60)
@@ -198,7 +198,7 @@ def test_one_of_several_leads_until_its_lease_ends_or_it_resigns(url: str) -> No
 
 
 def test_who_led_once_changes_nothing_any_more(url: str) -> None:
-    state = State(url)
+    state = ServiceState(url)
     assert state.lead(LEADER, "first", 0)
     assert state.keep_leading(LEADER, "first", 0)  # its time is over, and nobody else took it
     state.put_request("r", 1, "by the first", "first", ended=False)
@@ -228,7 +228,7 @@ def test_who_led_once_changes_nothing_any_more(url: str) -> None:
     state.close()
 
 
-def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(state: State, url: str) -> None:
+def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(state: ServiceState, url: str) -> None:
     secret = state.add_token("anna", "operator")
     token = state.token(secret)
     assert token is not None
@@ -251,7 +251,7 @@ def test_a_token_opens_until_it_expires_or_is_revoked_and_only_its_hash_is_kept(
 
 
 @pytest.mark.parametrize("change", ["DELETE FROM audit", "UPDATE audit SET who = 'bert'"])
-def test_nobody_changes_the_audit(state: State, url: str, change: str) -> None:
+def test_nobody_changes_the_audit(state: ServiceState, url: str, change: str) -> None:
     state.note("anna", "GET /x", "done", {"capture": "c1"})
     state.note("bert", "POST /y", "not-allowed")
     with pytest.raises(Exception, match="only appended"):  # noqa: PT012
@@ -269,22 +269,22 @@ def test_nobody_changes_the_audit(state: State, url: str, change: str) -> None:
 
 @pytest.mark.parametrize("version", [1, 99])
 def test_what_was_kept_is_there_after_a_restart_and_another_schema_is_refused(url: str, version: int) -> None:
-    state = State(url)
+    state = ServiceState(url)
     arrived(state, "c1")
     state.close()
-    again = State(url)
+    again = ServiceState(url)
     assert [capture.id for capture in again.captures()] == ["c1"]
     with again._transaction() as connection:
         again._change(connection, "UPDATE schema_version SET version = :version", version=version)
     again.close()
     with pytest.raises(InputError) as raised:
-        State(url)
+        ServiceState(url)
     assert raised.value.slug == "other-version"
 
 
 def test_a_database_that_another_keeps_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 50)
-    state = State(str(tmp_path / "state.db"))
+    state = ServiceState(str(tmp_path / "state.db"))
     other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(OutputError) as raised:
@@ -297,7 +297,7 @@ def test_a_database_that_another_keeps_locked_is_said_so(tmp_path: Path, monkeyp
 
 
 def test_a_full_disk_is_said_so_and_nothing_is_half_there(tmp_path: Path) -> None:
-    state = State(str(tmp_path / "state.db"))
+    state = ServiceState(str(tmp_path / "state.db"))
     arrived(state, "c1")
     with state._transaction() as connection:
         [row] = state._rows(connection, "PRAGMA page_count")
@@ -316,5 +316,5 @@ def test_a_full_disk_is_said_so_and_nothing_is_half_there(tmp_path: Path) -> Non
 )
 def test_a_database_that_is_none_of_ours_or_does_not_answer_is_refused(url: str) -> None:
     with pytest.raises((UsageError, OutputError)) as raised:
-        State(url)
+        ServiceState(url)
     assert raised.value.slug in {"wrong-usage", "state-unusable"}

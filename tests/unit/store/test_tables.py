@@ -13,7 +13,7 @@ import pytest
 deltalake = pytest.importorskip("deltalake", reason="the extra `fleet` is not installed")
 
 from traceloom.errors import InputError, OutputError  # noqa: E402
-from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, day_of  # noqa: E402
+from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, get_utc_day  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 
 DAY = date(2026, 11, 2)
@@ -190,4 +190,4 @@ def test_what_is_no_table_and_what_cannot_be_written_is_said(tmp_path: Path) -> 
 
 def test_a_day_is_that_of_utc() -> None:
     midnight = int(datetime(2026, 11, 3, tzinfo=timezone.utc).timestamp()) * 10**9
-    assert (day_of(midnight - 1), day_of(midnight)) == (date(2026, 11, 2), date(2026, 11, 3))
+    assert (get_utc_day(midnight - 1), get_utc_day(midnight)) == (date(2026, 11, 2), date(2026, 11, 3))

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("deltalake", reason="the extra `fleet` is not installed")
 
-from traceloom.fleet.store.schema import SCHEMAS, UNREACHABLE, hours, minutes
+from traceloom.fleet.store.schema import SCHEMAS, UNREACHABLE, compute_usage_hours, compute_usage_minutes
 from traceloom.fleet.store.tables import Tables
 
 TODAY = date(2026, 11, 26)
@@ -76,8 +76,8 @@ def test_hours_that_came_in_parts_are_one_row_each_after_the_night(tmp_path: Pat
             for minute in range(first, first + count)
             for device, job in (("d", order.choice(["a", "b"])), ("e", None))
         ]  # fmt: skip
-        rows = minutes(pl.DataFrame(seen, infer_schema_length=None))
-        tables.commit("usage", number, {"usage_minute": rows, "usage_hour": hours(rows)})
+        rows = compute_usage_minutes(pl.DataFrame(seen, infer_schema_length=None))
+        tables.commit("usage", number, {"usage_minute": rows, "usage_hour": compute_usage_hours(rows)})
         for row in seen:
             exact[int(str(row["time_ns"])) // (60 * MINUTE_NS), str(row["device"]), row["job"]] += 60_000  # type: ignore[index]
 
@@ -139,7 +139,7 @@ def test_minutes_are_what_a_plain_loop_with_fractions_gives(seed: int) -> None:
     )
     places = [(minute * MINUTE_NS, host, device, None) for minute, host, device in due]
     schema = {"time_ns": pl.Int64, "host": pl.String, "device": pl.String, "device_model": pl.String}
-    table = minutes(frame, pl.DataFrame(places, schema=schema, orient="row"))
+    table = compute_usage_minutes(frame, pl.DataFrame(places, schema=schema, orient="row"))
     assert {
         (time_ns // MINUTE_NS, *rest): ms
         for time_ns, *rest, ms in table.select("time_ns", "host", "device", "state", "job", "device_ms").iter_rows()

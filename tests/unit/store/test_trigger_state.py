@@ -11,22 +11,22 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 
 from support.fleet import KINDS
 from support.postgres import database
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord, ServiceState
 from traceloom.fleet.store.database import LEADER
 from traceloom.fleet.store.rules import EVENTS, FleetEvent
 
 
 @pytest.fixture(params=KINDS)
-def state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[State]:
-    made = State(str(tmp_path / "state.db") if request.param == "alone" else database())
+def state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceState]:
+    made = ServiceState(str(tmp_path / "state.db") if request.param == "alone" else database())
     yield made
     made.close()
 
 
-def committed(state: State, *names: str) -> None:
+def committed(state: ServiceState, *names: str) -> None:
     state.lead(LEADER, "term", 600)
     for name in names:
-        files = (FileOfCapture("a.json", 3, "0" * 64),)
+        files = (CaptureFile("a.json", 3, "0" * 64),)
         record = CaptureRecord(
             id=name, day="2026-11-26", job=f"job of {name}", uploader="anna", received_ns=1, complete=False, bytes=3,
             files=files,
@@ -41,7 +41,7 @@ def committed(state: State, *names: str) -> None:
     state.close_batch(batch.number, "term")
 
 
-def test_rules_charges_and_counts_are_kept(state: State) -> None:
+def test_rules_charges_and_counts_are_kept(state: ServiceState) -> None:
     assert (state.trigger_rules(), state.trigger_documents()) == ("", ([], {}))
     for text in ("a = 1", "b = 2"):
         state.set_trigger_rules(text)
@@ -50,7 +50,7 @@ def test_rules_charges_and_counts_are_kept(state: State) -> None:
     assert (state.trigger_rules(), state.trigger_documents()) == ("b = 2", (["three"], {"rule": "y"}))
 
 
-def test_captures_are_new_until_they_are_noted(state: State) -> None:
+def test_captures_are_new_until_they_are_noted(state: ServiceState) -> None:
     committed(state, "c1")
     through, new = state.newly_committed()
     assert new == [], "before anything was noted none is new"
@@ -71,7 +71,7 @@ def test_captures_are_new_until_they_are_noted(state: State) -> None:
     assert state.newly_committed()[1] == [], "what is analysed again is no news"
 
 
-def test_a_regression_is_new_once_unless_its_series_changes_much_later(state: State) -> None:
+def test_a_regression_is_new_once_unless_its_series_changes_much_later(state: ServiceState) -> None:
     def event(series: str) -> FleetEvent:
         return FleetEvent(f"regression.new:{series}", "regression.new", "{}")
 

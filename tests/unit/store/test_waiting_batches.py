@@ -14,7 +14,7 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind
 from support.postgres import database
 from traceloom.errors import OutputError
-from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.database import LEADER
 from traceloom.fleet.store.hosts import JobFacts
 
@@ -22,9 +22,9 @@ HOSTS = ("n1", "n2", "n3")
 
 
 @pytest.fixture(params=KINDS)
-def state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[State]:
+def state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServiceState]:
     kind: Kind = request.param
-    made = State(str(tmp_path / "state.db") if kind == "alone" else database())
+    made = ServiceState(str(tmp_path / "state.db") if kind == "alone" else database())
     made.lead(LEADER, "me", 600)
     for host in HOSTS:
         made.put_host(host, "secret")
@@ -55,7 +55,7 @@ class Minutes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_minutes_are_in_one_batch_each_the_oldest_first(state: State, seed: int) -> None:
+def test_minutes_are_in_one_batch_each_the_oldest_first(state: ServiceState, seed: int) -> None:
     order, model = random.Random(seed), Minutes()
     numbers: list[int] = []
     for _ in range(60):
@@ -85,7 +85,7 @@ def test_minutes_are_in_one_batch_each_the_oldest_first(state: State, seed: int)
     assert numbers == sorted(numbers)
 
 
-def test_who_does_not_lead_begins_and_ends_nothing(state: State) -> None:
+def test_who_does_not_lead_begins_and_ends_nothing(state: ServiceState) -> None:
     state.add_usage("n1", {5: "[]"})
     state.say_of_jobs({"j": JobFacts(user="ada")}, 7)
     opened = state.open_usage(10, "me")
@@ -104,7 +104,7 @@ def test_who_does_not_lead_begins_and_ends_nothing(state: State) -> None:
     assert fact.facts.user == "ada"
 
 
-def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(state: State) -> None:
+def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(state: ServiceState) -> None:
     spoken = [
         (10, {"a": JobFacts(user="ada"), "b": JobFacts(user="bob")}),
         (11, {"a": JobFacts(user="ada")}),  # nothing new
@@ -138,7 +138,7 @@ def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(
     )  # it is remembered, though it is in the tables
 
 
-def test_captures_wait_though_minutes_do_not(state: State) -> None:
+def test_captures_wait_though_minutes_do_not(state: ServiceState) -> None:
     assert not state.rows_wait(minutes=True)
     state.add_usage("n2", {3: "[]"})
     assert not state.rows_wait(minutes=False)

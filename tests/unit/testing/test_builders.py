@@ -15,7 +15,7 @@ from support.strategies import GENERATIONS
 from traceloom.errors import UsageError
 from traceloom.graph.host_match import match
 from traceloom.testing import TraceBuilder
-from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder, NestedOp, pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder, NestedOp, build_trace_pair
 
 OLD = ("2021", "2022", "2023")  # whole microseconds
 NAMES = (
@@ -169,7 +169,7 @@ def count(ops: tuple[NestedOp, ...] | list[NestedOp]) -> int:
 def test_a_made_pair_is_joined_op_by_op(keys: str, seed: int) -> None:
     draw = random.Random(seed)
     iterations = [[nested(draw) for _ in range(4)] for _ in range(3)]
-    device, host = pair(iterations, recorded=range(1, 2), keys=keys)
+    device, host = build_trace_pair(iterations, recorded=range(1, 2), keys=keys)
     trace, ops = device.build(), host.build()
     matching = match(trace, ops)
     of_iteration = count(iterations[1])

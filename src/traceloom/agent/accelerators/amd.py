@@ -16,21 +16,33 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, NotHere, capability
+from traceloom.agent.accelerators.backend import (
+    BackendUnavailable,
+    Device,
+    DeviceEvent,
+    DeviceProcess,
+    format_capability,
+)
 from traceloom.agent.config import Config
-from traceloom.agent.flops import device_model
+from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import Reading
 
-AMD = "0x1002"
+AMD_VENDOR_ID = "0x1002"
 # PCI device -> name, for hosts whose driver does not say it.
-NAMES = {
+MODEL_NAMES = {
     "0x7408": "AMD Instinct MI250X", "0x740c": "AMD Instinct MI250X", "0x740f": "AMD Instinct MI210",
     "0x74a1": "AMD Instinct MI300X", "0x74a5": "AMD Instinct MI325X", "0x75a3": "AMD Instinct MI355X",
 }  # fmt: skip
-TARGETS = {90010: "cdna2", 90400: "cdna3", 90401: "cdna3", 90402: "cdna3", 90500: "cdna4"}  # as gfx90a, gfx942, gfx950
+GFX_ARCHITECTURES = {
+    90010: "cdna2",
+    90400: "cdna3",
+    90401: "cdna3",
+    90402: "cdna3",
+    90500: "cdna4",
+}  # as gfx90a, gfx942, gfx950
 
 # File of the device -> metric, labels, factor.
-FILES: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
+METRIC_FILES: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
     ("gpu_busy_percent", "gpu_busy_ratio", (), 0.01),
     ("mem_busy_percent", "gpu_memory_busy_ratio", (), 0.01),
     ("mem_info_vram_used", "gpu_memory_used_bytes", (), 1.0),
@@ -38,23 +50,23 @@ FILES: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
     ("pcie_replay_count", "gpu_errors_total", ("pcie-replay", ""), 1.0),
 )
 # Of hwmon. Of two for the same series the first that the device has is taken.
-SENSORS: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
+HWMON_SENSORS: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
     ("power1_average", "gpu_power_watts", (), 1e-6),
     ("power1_input", "gpu_power_watts", (), 1e-6),
     ("power1_cap", "gpu_power_limit_watts", (), 1e-6),
 )
-LABELLED = (  # kind of sensor, its label there -> metric, labels, factor
+LABELLED_SENSORS = (  # kind of sensor, its label there -> metric, labels, factor
     ("temp", "edge", "gpu_temperature_celsius", ("gpu",), 1e-3),
     ("temp", "junction", "gpu_temperature_celsius", ("hotspot",), 1e-3),
     ("temp", "mem", "gpu_temperature_celsius", ("memory",), 1e-3),
     ("freq", "sclk", "gpu_clock_hertz", ("sm",), 1.0),
     ("freq", "mclk", "gpu_clock_hertz", ("memory",), 1.0),
 )
-RAS = {"ce": "ecc-corrected", "ue": "ecc-uncorrected"}
+RAS_ERROR_KINDS = {"ce": "ecc-corrected", "ue": "ecc-uncorrected"}
 # The binary `gpu_metrics`: its head says the revision of its content -> where the energy counter is, in 2^-16 J.
-ENERGY_AT = {1: 24, 2: 24, 3: 24, 4: 24, 5: 88}
-JOULES = 2.0**-16
-NO_PIPES = "the driver's files count no pipes: scrape AMD's device-metrics-exporter, or record a trace"
+ENERGY_OFFSETS = {1: 24, 2: 24, 3: 24, 4: 24, 5: 88}
+JOULES_PER_COUNT = 2.0**-16
+NO_PIPE_COUNTERS = "the driver's files count no pipes: scrape AMD's device-metrics-exporter, or record a trace"
 
 
 class AmdDevice(NamedTuple):
@@ -65,16 +77,16 @@ class AmdDevice(NamedTuple):
     kfd: int | None  # its number in the files of its processes
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return None
 
 
-def _number(path: Path) -> float | None:
+def _read_number(path: Path) -> float | None:
     with suppress(ValueError):
-        return float(_text(path) or "")
+        return float(_read_text(path) or "")
     return None
 
 
@@ -99,14 +111,14 @@ class AmdAccelerator:
         except Exception:  # noqa: BLE001 - without ROCm the package raises whatever its loader does
             self._smi = None
         if not any(self._cards()):
-            raise NotHere(
+            raise BackendUnavailable(
                 f"no AMD device in {self._sys}/class/drm: load the driver amdgpu, or give the container its devices"
             )
 
     def devices(self) -> list[Device]:
         """The devices whose files are there."""
         entries: dict[str, AmdDevice] = {}
-        nodes = {key: properties for identities, properties in _nodes(self._sys) for key in identities}
+        nodes = {key: properties for identities, properties in _iterate_kfd_nodes(self._sys) for key in identities}
         for index, directory in enumerate(self._cards()):
             entry = self._device(str(index), directory, nodes)
             if entry.device.uuid in entries:  # two dies of a card that have one number
@@ -118,7 +130,7 @@ class AmdAccelerator:
 
     def capabilities(self) -> dict[str, str]:
         """What any device gives, and what none does."""
-        return self._missing | {"gpu_pipe_active_ratio": NO_PIPES} | dict.fromkeys(self._present, "")
+        return self._missing | {"gpu_pipe_active_ratio": NO_PIPE_COUNTERS} | dict.fromkeys(self._present, "")
 
     def sample(self) -> list[Reading]:
         """All that the files say."""
@@ -130,24 +142,26 @@ class AmdAccelerator:
                 if value is not None:
                     values.setdefault((metric, labels), value)
                 else:
-                    self._missing.setdefault(capability(metric, labels), "the driver has no file for it on this device")
+                    self._missing.setdefault(
+                        format_capability(metric, labels), "the driver has no file for it on this device"
+                    )
             readings += [Reading(metric, (uuid, *labels), value) for (metric, labels), value in values.items()]
         self._measure_traffic()
-        self._present = {capability(reading.metric, reading.labels[1:]) for reading in readings}
+        self._present = {format_capability(reading.metric, reading.labels[1:]) for reading in readings}
         return readings
 
     def processes(self) -> list[DeviceProcess]:
         """Who has a queue on the devices: memory, and the compute units that it occupies now of all."""
-        of_kfd = {entry.kfd: entry for entry in self._entries.values() if entry.kfd is not None}
+        entries_by_kfd = {entry.kfd: entry for entry in self._entries.values() if entry.kfd is not None}
         processes: list[DeviceProcess] = []
         for directory in sorted((self._sys / "class/kfd/kfd/proc").glob("[0-9]*")):
             for file in directory.glob("vram_*"):
                 number = file.name.removeprefix("vram_")
-                entry = of_kfd.get(int(number)) if number.isdigit() else None
-                memory = _number(file)
+                entry = entries_by_kfd.get(int(number)) if number.isdigit() else None
+                memory = _read_number(file)
                 if entry is None or memory is None:
                     continue
-                occupied = _number(directory / f"stats_{number}" / "cu_occupancy")
+                occupied = _read_number(directory / f"stats_{number}" / "cu_occupancy")
                 units = entry.device.multiprocessors
                 processes.append(
                     DeviceProcess(
@@ -175,27 +189,27 @@ class AmdAccelerator:
 
     def _cards(self) -> Iterator[Path]:
         for card in sorted((self._sys / "class/drm").glob("card[0-9]*"), key=lambda path: (len(path.name), path.name)):
-            if _text(card / "device/vendor") == AMD:  # which connectors of a card do not have
+            if _read_text(card / "device/vendor") == AMD_VENDOR_ID:  # which connectors of a card do not have
                 yield card / "device"
 
     def _device(self, index: str, directory: Path, nodes: dict[str, dict[str, int]]) -> AmdDevice:
         pci = os.path.realpath(directory).rpartition("/")[2]
-        unique = _text(directory / "unique_id") or ""
+        unique = _read_text(directory / "unique_id") or ""
         node = nodes.get(pci) or (nodes.get(unique) if unique else None) or {}
-        name = _text(directory / "product_name") or NAMES.get(_text(directory / "device") or "", "")
-        partition = _text(directory / "current_compute_partition") or ""
+        name = _read_text(directory / "product_name") or MODEL_NAMES.get(_read_text(directory / "device") or "", "")
+        partition = _read_text(directory / "current_compute_partition") or ""
         per_unit = node.get("simd_per_cu", 0)
-        model = device_model(name)
-        clocks = [float(mhz) for mhz in re.findall(r"(\d+)Mhz", _text(directory / "pp_dpm_sclk") or "")]
-        memory = _number(directory / "mem_info_vram_total")
+        model = find_device_model(name)
+        clocks = [float(mhz) for mhz in re.findall(r"(\d+)Mhz", _read_text(directory / "pp_dpm_sclk") or "")]
+        memory = _read_number(directory / "mem_info_vram_total")
         device = Device(
             uuid=f"GPU-{unique}" if unique else f"amd-{pci}", index=index, vendor="amd", model=name, pci=pci,
-            driver=_text(self._sys / "module/amdgpu/version") or "",
+            driver=_read_text(self._sys / "module/amdgpu/version") or "",
             partition=partition if partition.upper() != "SPX" else "",
             memory_bytes=None if memory is None else int(memory),
             multiprocessors=node["simd_count"] // per_unit if per_unit else model.multiprocessors if model else None,
             highest_clock_hz=max(clocks) * 1e6 if clocks else model.highest_clock_hz if model else None,
-            architecture=TARGETS.get(node.get("gfx_target_version", 0), model.architecture if model else ""),
+            architecture=GFX_ARCHITECTURES.get(node.get("gfx_target_version", 0), model.architecture if model else ""),
         )  # fmt: skip
         return AmdDevice(device, directory, node.get("gpu_id"))
 
@@ -204,36 +218,36 @@ class AmdAccelerator:
         directory = entry.directory
 
         def scaled(path: Path, factor: float) -> float | None:
-            value = _number(path)
+            value = _read_number(path)
             return None if value is None else value * factor
 
-        for name, metric, labels, factor in FILES:
+        for name, metric, labels, factor in METRIC_FILES:
             yield metric, labels, scaled(directory / name, factor)
-        used, limit = _number(directory / "mem_info_vram_used"), _number(directory / "mem_info_vram_total")
+        used, limit = _read_number(directory / "mem_info_vram_used"), _read_number(directory / "mem_info_vram_total")
         yield "gpu_memory_free_bytes", (), None if used is None or limit is None else limit - used
         for sensors in directory.glob("hwmon/hwmon*"):
-            for name, metric, labels, factor in SENSORS:
+            for name, metric, labels, factor in HWMON_SENSORS:
                 yield metric, labels, scaled(sensors / name, factor)
             for label_file in sensors.glob("*_label"):
                 kind = re.sub(r"\d*_label$", "", label_file.name)
-                for wanted, label, metric, labels, factor in LABELLED:
-                    if kind == wanted and _text(label_file) == label:
+                for sensor_kind, label, metric, labels, factor in LABELLED_SENSORS:
+                    if kind == sensor_kind and _read_text(label_file) == label:
                         value = label_file.with_name(label_file.name.replace("_label", "_input"))
                         yield metric, labels, scaled(value, factor)
-        counts = dict.fromkeys(RAS, 0)
+        counts = dict.fromkeys(RAS_ERROR_KINDS, 0)
         blocks = list(directory.glob("ras/*_err_count"))
         for block in blocks:
-            for kind, count in re.findall(r"(ue|ce):\s*(\d+)", _text(block) or ""):
+            for kind, count in re.findall(r"(ue|ce):\s*(\d+)", _read_text(block) or ""):
                 counts[kind] += int(count)
-        for kind, ours in RAS.items():
-            yield "gpu_errors_total", (ours, ""), float(counts[kind]) if blocks else None
-        yield "gpu_energy_joules_total", (), _energy(directory / "gpu_metrics")
+        for kind, error_kind in RAS_ERROR_KINDS.items():
+            yield "gpu_errors_total", (error_kind, ""), float(counts[kind]) if blocks else None
+        yield "gpu_energy_joules_total", (), _read_energy_joules(directory / "gpu_metrics")
         if entry.device.uuid in self._traffic:
             received, sent = self._traffic[entry.device.uuid]
             yield "gpu_link_bytes_per_second", ("pcie", "receive"), received
             yield "gpu_link_bytes_per_second", ("pcie", "transmit"), sent
         if self._smi is not None:
-            yield from _link_counters(self._smi, entry.device.pci)
+            yield from _read_link_counters(self._smi, entry.device.pci)
 
     def _measure_traffic(self) -> None:
         """Have PCIe traffic measured for the next samples: the driver takes a second for each device."""
@@ -248,9 +262,9 @@ class AmdAccelerator:
         def measure() -> None:
             traffic = {}
             for uuid, file in files.items():
-                words = (_text(file) or "").split()
-                if len(words) == 3:  # packets received and sent in a second, and the most bytes of one
-                    traffic[uuid] = (int(words[0]) * int(words[2]) * 1.0, int(words[1]) * int(words[2]) * 1.0)
+                fields = (_read_text(file) or "").split()
+                if len(fields) == 3:  # packets received and sent in a second, and the most bytes of one
+                    traffic[uuid] = (int(fields[0]) * int(fields[2]) * 1.0, int(fields[1]) * int(fields[2]) * 1.0)
             self._traffic = traffic
 
         if files:
@@ -258,16 +272,16 @@ class AmdAccelerator:
             self._traffic_thread.start()
 
 
-def _nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
+def _iterate_kfd_nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
     """The devices that KFD knows, in the order in which ROCm counts them.
 
     Each with what it and a device of the driver have in common: the PCI address and the unique number.
     """
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
     for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
-        words = (line.split() for line in (_text(node / "properties") or "").splitlines())
-        properties = {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
-        number = _number(node / "gpu_id")
+        pairs = (line.split() for line in (_read_text(node / "properties") or "").splitlines())
+        properties = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+        number = _read_number(node / "gpu_id")
         if number and properties.get("simd_count"):  # processors have a node, too
             location, domain = properties.get("location_id", 0), properties.get("domain", 0)
             identities = []
@@ -278,12 +292,12 @@ def _nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
             yield identities, properties | {"gpu_id": int(number)}
 
 
-def runtime_order(sys: Path) -> list[str]:
+def list_rocm_addresses(sys: Path) -> list[str]:
     """PCI addresses of the devices as ROCm counts them; "" of one that does not tell its own."""
-    return [next((key for key in identities if ":" in key), "") for identities, _ in _nodes(sys)]
+    return [next((key for key in identities if ":" in key), "") for identities, _ in _iterate_kfd_nodes(sys)]
 
 
-def _energy(path: Path) -> float | None:
+def _read_energy_joules(path: Path) -> float | None:
     """Joules since the driver was loaded, of the binary metrics; None for a revision that is not known."""
     try:
         content = path.read_bytes()
@@ -291,15 +305,15 @@ def _energy(path: Path) -> float | None:
         return None
     if len(content) < 4:
         return None
-    size, form, revision = struct.unpack_from("<HBB", content)
-    at = ENERGY_AT.get(revision)
-    if form != 1 or at is None or min(size, len(content)) < at + 8:
+    size, format_version, revision = struct.unpack_from("<HBB", content)
+    offset = ENERGY_OFFSETS.get(revision)
+    if format_version != 1 or offset is None or min(size, len(content)) < offset + 8:
         return None
-    (count,) = struct.unpack_from("<Q", content, at)
-    return None if count == 2**64 - 1 else count * JOULES
+    (count,) = struct.unpack_from("<Q", content, offset)
+    return None if count == 2**64 - 1 else count * JOULES_PER_COUNT
 
 
-def _link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
+def _read_link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
     """Data over XGMI, in KB by link, which the files do not have."""
     metrics: dict[str, Any] = {}
     with suppress(Exception):

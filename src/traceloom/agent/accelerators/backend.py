@@ -72,7 +72,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: dict[str, str] = {}
 
 
-class NotHere(Exception):  # noqa: N818 - it is no error that a host has no such device
+class BackendUnavailable(Exception):  # noqa: N818 - it is no error that a host has no such device
     """There is nothing on this host for a back end to look at: why, and what would help."""
 
 
@@ -103,21 +103,21 @@ class Accelerator(Protocol):
         """Let go of the driver."""
 
 
-def capability(metric: str, labels: Iterable[str] = ()) -> str:
+def format_capability(metric: str, labels: Iterable[str] = ()) -> str:
     """What `capabilities` calls a metric: with its labels after the device, as `gpu_pipe_active_ratio{hmma}`."""
     text = ",".join(label for label in labels if label)
     return f"{metric}{{{text}}}" if text else metric
 
 
-LIMIT_S = 2.0
-NOT_HERE_S = 60.0  # until a host without such devices is looked at again: a driver may be loaded later
+CALL_TIMEOUT_S = 2.0
+UNAVAILABLE_RETRY_S = 60.0  # until a host without such devices is looked at again: a driver may be loaded later
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0  # doubled from one failure to the next
-MOST_STUCK = 2  # threads that may hang in a driver at the same time; nothing can end them
+MAX_STUCK_THREADS = 2  # threads that may hang in a driver at the same time; nothing can end them
 
 T = TypeVar("T")
 
 
-class BackEndThread:
+class BackendWorker:
     """Makes one back end, calls it, one call after the other, and closes it."""
 
     def __init__(self, name: str, make: Callable[[], Accelerator]) -> None:
@@ -158,7 +158,7 @@ class BackEndThread:
                 self._accelerator.close()
 
 
-def _sample(accelerator: Accelerator) -> Sample:
+def _take_sample(accelerator: Accelerator) -> Sample:
     """All that a back end says now.
 
     Raises:
@@ -179,7 +179,7 @@ def _sample(accelerator: Accelerator) -> Sample:
     return sample
 
 
-class Watched:
+class TimeLimitedBackend:
     """A back end that never keeps its caller waiting for longer than the limit.
 
     A back end that hangs is abandoned with its thread; one that fails is closed. In both cases its devices stay, stale,
@@ -196,7 +196,7 @@ class Watched:
         self,
         name: str,
         make: Callable[[], Accelerator],
-        limit_s: float = LIMIT_S,
+        limit_s: float = CALL_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -207,8 +207,8 @@ class Watched:
         self._limit_s = limit_s
         self._clock = clock
         self._devices: list[Device] = []
-        self._thread: BackEndThread | None = None
-        self._stuck: list[BackEndThread] = []
+        self._thread: BackendWorker | None = None
+        self._stuck: list[BackendWorker] = []
         self._pending: Future[Sample] | None = None
         self._deadline = 0.0
         self._failures = 0
@@ -217,10 +217,10 @@ class Watched:
     def begin(self) -> None:
         """Start to take a sample, unless it is not yet time to try again."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if self._thread is None and self._clock() >= self._next_try and len(self._stuck) < MOST_STUCK:
-            self._thread = BackEndThread(self.name, self._make)
+        if self._thread is None and self._clock() >= self._next_try and len(self._stuck) < MAX_STUCK_THREADS:
+            self._thread = BackendWorker(self.name, self._make)
         if self._thread is not None:
-            self._pending = self._thread.submit(_sample)
+            self._pending = self._thread.submit(_take_sample)
             self._deadline = time.monotonic() + self._limit_s
 
     def finish(self) -> Sample:
@@ -231,9 +231,9 @@ class Watched:
         elif pending is not None:
             try:
                 sample = pending.result()
-            except NotHere as error:
+            except BackendUnavailable as error:
                 self._give_up(str(error), hangs=False)
-                self.here, self._next_try, self._devices = False, self._clock() + NOT_HERE_S, []
+                self.here, self._next_try, self._devices = False, self._clock() + UNAVAILABLE_RETRY_S, []
             except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
                 self._give_up(f"it failed: {type(error).__name__}: {error}", hangs=False)
             else:
@@ -260,19 +260,19 @@ class Watched:
             return thread.submit(call).result(self._limit_s)
         return False
 
-    def _give_up(self, why: str, *, hangs: bool) -> None:
+    def _give_up(self, reason: str, *, hangs: bool) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
         if thread is not None and hangs:
             self._stuck.append(thread)
-        self.trouble = why
+        self.trouble = reason
         self._next_try = self._clock() + min(FIRST_RETRY_S * 2**self._failures, LAST_RETRY_S)
         self._failures += 1
-        self._devices = [msgspec.structs.replace(device, stale=why) for device in self._devices]
+        self._devices = [msgspec.structs.replace(device, stale=reason) for device in self._devices]
 
 
-def device_readings(device: Device) -> list[Reading]:
+def build_device_readings(device: Device) -> list[Reading]:
     """`gpu_up` and `gpu_info` of a device, and what it is made of."""
     info = (
         device.uuid, device.index, device.vendor, device.model, device.pci, device.driver, device.parent,
@@ -281,26 +281,26 @@ def device_readings(device: Device) -> list[Reading]:
     return [Reading("gpu_up", (device.uuid,), float(not device.stale)), Reading("gpu_info", info, 1.0)]
 
 
-GROUP = "traceloom.accelerators"
-_HERE = "traceloom.agent.accelerators"
+ENTRY_POINT_GROUP = "traceloom.accelerators"
+_PACKAGE = "traceloom.agent.accelerators"
 # In this order: of two that see the same device, the earlier has its say first. pyproject.toml declares the same.
-OURS = {
-    "nvml": f"{_HERE}.nvml:NvmlAccelerator",
-    "amd": f"{_HERE}.amd:AmdAccelerator",
-    "scrape": f"{_HERE}.scrape:ScrapedAccelerator",
-    "simulated": f"{_HERE}.simulated:SimulatedAccelerator",
-    "recorded": f"{_HERE}.recorded:RecordedAccelerator",
+BUILTIN_BACKENDS = {
+    "nvml": f"{_PACKAGE}.nvml:NvmlAccelerator",
+    "amd": f"{_PACKAGE}.amd:AmdAccelerator",
+    "scrape": f"{_PACKAGE}.scrape:ScrapedAccelerator",
+    "simulated": f"{_PACKAGE}.simulated:SimulatedAccelerator",
+    "recorded": f"{_PACKAGE}.recorded:RecordedAccelerator",
 }
 
 
-def back_ends(config: Config) -> list[Watched]:
+def create_backends(config: Config) -> list[TimeLimitedBackend]:
     """The back ends, each behind a thread; nothing of them is imported before its first sample.
 
     Raises:
         InputError: `wrong-config`: the configuration names a back end that is not installed.
     """
-    points = {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
-    for point in entry_points(group=GROUP):
+    points = {name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILTIN_BACKENDS.items()}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
         points.setdefault(point.name, point)
     settings = config.accelerators
     unset = {"scrape": not settings.scrape, "simulated": not settings.simulated, "recorded": not settings.recorded}
@@ -318,5 +318,5 @@ def back_ends(config: Config) -> list[Watched]:
             accelerator: Accelerator = point.load()(config)
             return accelerator
 
-        watched.append(Watched(name, make))
+        watched.append(TimeLimitedBackend(name, make))
     return watched

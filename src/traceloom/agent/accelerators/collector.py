@@ -11,21 +11,21 @@ from pathlib import Path
 import msgspec
 
 from traceloom.agent.accelerators.backend import (
-    LIMIT_S,
+    CALL_TIMEOUT_S,
     Device,
     DeviceEvent,
     DeviceProcess,
     Sample,
-    Watched,
-    back_ends,
-    device_readings,
+    TimeLimitedBackend,
+    build_device_readings,
+    create_backends,
 )
 from traceloom.agent.accelerators.simulated import SampleWriter
 from traceloom.agent.config import Config
-from traceloom.agent.flops import MatrixTypes, estimate
+from traceloom.agent.flops import MatrixTypes, estimate_flops
 from traceloom.agent.metrics import Reading
 
-EVENTS_KEPT = 1000
+MAX_KEPT_EVENTS = 1000
 
 
 class AcceleratorCollector:
@@ -37,32 +37,32 @@ class AcceleratorCollector:
 
     name = "accelerators"
 
-    def __init__(self, config: Config, watched: Sequence[Watched] | None = None) -> None:
+    def __init__(self, config: Config, backends: Sequence[TimeLimitedBackend] | None = None) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
         # The back ends are given up before the collector is.
-        self.timeout_s = config.collect.timeouts.get(self.name, LIMIT_S + 1.0)
-        self.back_ends = back_ends(config) if watched is None else list(watched)
+        self.timeout_s = config.collect.timeouts.get(self.name, CALL_TIMEOUT_S + 1.0)
+        self.back_ends = create_backends(config) if backends is None else list(backends)
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
-        self.events: deque[DeviceEvent] = deque(maxlen=EVENTS_KEPT)
+        self.events: deque[DeviceEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self.element_types: dict[str, list[MatrixTypes]] = {}  # device -> of its jobs, as the daemon last knew
-        self._xids: Counter[tuple[str, str]] = Counter()  # (device, number) -> how often since the agent began
+        self._xid_counts: Counter[tuple[str, str]] = Counter()  # (device, number) -> how often since the agent began
         self._last_xids: dict[str, int] = {}
-        self._missing: dict[str, str] = {}  # what could not be estimated, and why
-        self._named = config.accelerators.backends
+        self._missing_reasons: dict[str, str] = {}  # what could not be estimated, and why
+        self._configured_backends = config.accelerators.backends
         self._writer: SampleWriter | None = None
-        self._unwritten = ""  # why a recording ended before it was to
+        self._recording_error = ""  # why a recording ended before it was to
 
     def collect(self) -> list[Reading]:
         """Sample all back ends."""
-        for back_end in self.back_ends:
-            back_end.begin()
+        for backend in self.back_ends:
+            backend.begin()
         devices: dict[str, Device] = {}
         events: list[DeviceEvent] = []
         processes: dict[tuple[str, int], DeviceProcess] = {}
-        values: dict[tuple[str, tuple[str, ...]], Reading] = {}
-        for back_end in self.back_ends:
-            sample = _renamed(back_end.finish(), devices)
+        reading_by_labels: dict[tuple[str, tuple[str, ...]], Reading] = {}
+        for backend in self.back_ends:
+            sample = _replace_partition_uuids(backend.finish(), devices)
             for device in sample.devices:
                 earlier = devices.get(device.uuid)
                 if earlier is None or (earlier.stale and not device.stale):
@@ -72,13 +72,13 @@ class AcceleratorCollector:
             for process in sample.processes:
                 processes.setdefault((process.device, process.pid), process)
             for reading in sample.readings:
-                values.setdefault((reading.metric, reading.labels), reading)
+                reading_by_labels.setdefault((reading.metric, reading.labels), reading)
             events += sample.events
         # Of devices that stopped or began to answer; one that vanished stays, stale, for alerts to see.
         for uuid, device in self.devices.items():
             if uuid not in devices and not device.parent:  # a partition may be taken away
-                gone = device.stale or "its driver no longer lists it"
-                devices[uuid] = msgspec.structs.replace(device, stale=gone)
+                stale_reason = device.stale or "its driver no longer lists it"
+                devices[uuid] = msgspec.structs.replace(device, stale=stale_reason)
             stale = devices[uuid].stale if uuid in devices else "the partition was taken away"
             if bool(device.stale) != bool(stale):
                 kind = "lost" if stale else "back"
@@ -86,21 +86,23 @@ class AcceleratorCollector:
         self.events += events
         for event in events:
             if event.kind == "xid":
-                self._xids[event.device, "" if event.code is None else str(event.code)] += 1
+                self._xid_counts[event.device, "" if event.code is None else str(event.code)] += 1
                 if event.code is not None:
                     self._last_xids[event.device] = event.code
         self.devices, self.device_processes = devices, list(processes.values())
         # Counted here, so that the error that took a device or its driver down is told while it is down.
-        counted = [Reading("gpu_errors_total", (uuid, "xid", xid), count) for (uuid, xid), count in self._xids.items()]
-        counted += [Reading("gpu_last_xid", (uuid,), xid) for uuid, xid in self._last_xids.items()]
-        for reading in counted:
-            values.setdefault((reading.metric, reading.labels), reading)
-        readings = list(values.values())
-        readings += self._estimates(readings)
-        readings += [reading for device in devices.values() for reading in device_readings(device)]
+        xid_readings = [
+            Reading("gpu_errors_total", (uuid, "xid", xid), count) for (uuid, xid), count in self._xid_counts.items()
+        ]
+        xid_readings += [Reading("gpu_last_xid", (uuid,), xid) for uuid, xid in self._last_xids.items()]
+        for reading in xid_readings:
+            reading_by_labels.setdefault((reading.metric, reading.labels), reading)
+        readings = list(reading_by_labels.values())
+        readings += self._estimate_flops(readings)
+        readings += [reading for device in devices.values() for reading in build_device_readings(device)]
         if self._writer is not None:
             sample = Sample(
-                at_ns=time.time_ns(), devices=list(devices.values()), readings=list(values.values()),
+                at_ns=time.time_ns(), devices=list(devices.values()), readings=list(reading_by_labels.values()),
                 processes=self.device_processes, events=events, capabilities=self.capabilities(),
             )  # fmt: skip
             try:
@@ -108,36 +110,36 @@ class AcceleratorCollector:
             except OSError as error:  # a full disk ends the recording, not the measuring
                 with suppress(OSError):
                     self._writer.close()
-                self._writer, self._unwritten = None, f"the recording of devices ended: {error}"
+                self._writer, self._recording_error = None, f"the recording of devices ended: {error}"
         return readings
 
     def capabilities(self) -> dict[str, str]:
         """Metric -> "" where a back end that runs has it, else the first reason why not."""
         reasons: dict[str, str] = {}
-        for back_end in self.back_ends:
-            for metric, reason in back_end.capabilities.items():
+        for backend in self.back_ends:
+            for metric, reason in backend.capabilities.items():
                 reasons[metric] = "" if not reason or not reasons.get(metric, reason) else reasons.get(metric, reason)
-        return self._missing | reasons
+        return self._missing_reasons | reasons
 
     def trouble(self) -> list[str]:
         """Back ends that do not work, metrics that devices do not give, and what would help."""
         # A host needs no device of every vendor: what is not there matters where it was named, or if nothing is there.
-        troubles = [
-            f"{back_end.name}: {back_end.trouble}"
-            for back_end in self.back_ends
-            if back_end.trouble and (back_end.here or back_end.name in self._named or not self.devices)
+        problems = [
+            f"{backend.name}: {backend.trouble}"
+            for backend in self.back_ends
+            if backend.trouble and (backend.here or backend.name in self._configured_backends or not self.devices)
         ]
-        troubles += [self._unwritten] if self._unwritten else []
-        absent: dict[str, list[str]] = {}
+        problems += [self._recording_error] if self._recording_error else []
+        metrics_by_reason: dict[str, list[str]] = {}
         for metric, reason in sorted(self.capabilities().items()):
             if reason:
-                absent.setdefault(reason, []).append(metric)
-        troubles += [f"{', '.join(metrics)}: {reason}" for reason, metrics in absent.items()]
-        return troubles + [f"{device.uuid}: {device.stale}" for device in self.devices.values() if device.stale]
+                metrics_by_reason.setdefault(reason, []).append(metric)
+        problems += [f"{', '.join(metrics)}: {reason}" for reason, metrics in metrics_by_reason.items()]
+        return problems + [f"{device.uuid}: {device.stale}" for device in self.devices.values() if device.stale]
 
     def pause(self, seconds: float) -> int:
         """Release the hardware counters for so long; how many back ends had some."""
-        return sum(back_end.pause(seconds) for back_end in self.back_ends)
+        return sum(backend.pause(seconds) for backend in self.back_ends)
 
     def record(self, path: str | Path) -> None:
         """Write every sample from now on to a file that the back end `recorded` plays."""
@@ -145,58 +147,68 @@ class AcceleratorCollector:
 
     def close(self) -> None:
         """Let go of the back ends and of a recording."""
-        for back_end in self.back_ends:
-            back_end.close()
+        for backend in self.back_ends:
+            backend.close()
         if self._writer is not None:
             self._writer.close()
 
-    def _estimates(self, readings: Iterable[Reading]) -> list[Reading]:
+    def _estimate_flops(self, readings: Iterable[Reading]) -> list[Reading]:
         """FLOP/s of all devices and partitions that answer; a partition runs at the clock of its device."""
-        values: defaultdict[str, dict[tuple[str, tuple[str, ...]], float]] = defaultdict(dict)
+        values_by_device: defaultdict[str, dict[tuple[str, tuple[str, ...]], float]] = defaultdict(dict)
         for reading in readings:
-            values[reading.labels[0]][reading.metric, reading.labels[1:]] = reading.value
+            values_by_device[reading.labels[0]][reading.metric, reading.labels[1:]] = reading.value
         parents = {device.parent for device in self.devices.values()}
         estimates: list[Reading] = []
-        self._missing = {}
+        self._missing_reasons = {}
         for uuid, device in self.devices.items():
             if not device.stale and uuid not in parents:  # what its partitions do is not counted twice
                 clocks = {
-                    key: value for key, value in values[device.parent].items() if key == ("gpu_clock_hertz", ("sm",))
+                    key: value
+                    for key, value in values_by_device[device.parent].items()
+                    if key == ("gpu_clock_hertz", ("sm",))
                 }
-                of_device, missing = estimate(device, clocks | values[uuid], self.element_types.get(uuid, ()))
-                estimates += of_device
-                self._missing |= missing
+                device_estimates, missing = estimate_flops(
+                    device, clocks | values_by_device[uuid], self.element_types.get(uuid, ())
+                )
+                estimates += device_estimates
+                self._missing_reasons |= missing
         for reading in estimates:
-            self._missing.pop(reading.metric, None)
+            self._missing_reasons.pop(reading.metric, None)
         return estimates
 
 
-def _renamed(sample: Sample, earlier: Mapping[str, Device]) -> Sample:
+def _replace_partition_uuids(sample: Sample, known_devices: Mapping[str, Device]) -> Sample:
     """A sample whose partitions have the identities that an earlier back end knows them by.
 
     Exporters name a partition by its device and number, as `3g.40gb gi=2`, and not by its uuid.
     """
-    instances: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
-    for device in earlier.values():
+    uuids_by_partition: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for device in known_devices.values():
         if device.parent:
-            instances[(device.parent, *device.partition.split()[:2])].append(device.uuid)
-    uuids: dict[str, str] = {}
+            uuids_by_partition[(device.parent, *device.partition.split()[:2])].append(device.uuid)
+    known_uuid_by_uuid: dict[str, str] = {}
     for device in sample.devices:
-        same = instances.get((device.parent, *device.partition.split()[:2]), ()) if device.parent else ()
-        if len(same) == 1:  # else its number is shared by several compute instances
-            uuids[device.uuid] = same[0]
-    if not uuids:
+        candidates = uuids_by_partition.get((device.parent, *device.partition.split()[:2]), ()) if device.parent else ()
+        if len(candidates) == 1:  # else its number is shared by several compute instances
+            known_uuid_by_uuid[device.uuid] = candidates[0]
+    if not known_uuid_by_uuid:
         return sample
     return Sample(
         at_ns=sample.at_ns,
-        devices=[msgspec.structs.replace(each, uuid=uuids.get(each.uuid, each.uuid)) for each in sample.devices],
+        devices=[
+            msgspec.structs.replace(item, uuid=known_uuid_by_uuid.get(item.uuid, item.uuid)) for item in sample.devices
+        ],
         readings=[
-            reading._replace(labels=(uuids.get(reading.labels[0], reading.labels[0]), *reading.labels[1:]))
+            reading._replace(labels=(known_uuid_by_uuid.get(reading.labels[0], reading.labels[0]), *reading.labels[1:]))
             for reading in sample.readings
         ],
         processes=[
-            msgspec.structs.replace(each, device=uuids.get(each.device, each.device)) for each in sample.processes
+            msgspec.structs.replace(item, device=known_uuid_by_uuid.get(item.device, item.device))
+            for item in sample.processes
         ],
-        events=[msgspec.structs.replace(each, device=uuids.get(each.device, each.device)) for each in sample.events],
+        events=[
+            msgspec.structs.replace(item, device=known_uuid_by_uuid.get(item.device, item.device))
+            for item in sample.events
+        ],
         capabilities=sample.capabilities,
     )

@@ -16,12 +16,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, NotHere, capability
+from traceloom.agent.accelerators.backend import (
+    BackendUnavailable,
+    Device,
+    DeviceEvent,
+    DeviceProcess,
+    format_capability,
+)
 from traceloom.agent.config import Config
-from traceloom.agent.metrics import Reading, Series
+from traceloom.agent.metrics import Reading, SeriesKey
 
 
-def why_not(nvml: Any, code: int) -> str:
+def explain_nvml_error(nvml: Any, code: int) -> str:
     """An error of NVML, and what would help."""
     if code == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
         return "the driver is too old for it: newer drivers have it"
@@ -34,19 +40,19 @@ def why_not(nvml: Any, code: int) -> str:
     return str(nvml.NVMLError(code))
 
 
-def is_gone(nvml: Any, error: Any) -> bool:
+def is_device_gone(nvml: Any, error: Any) -> bool:
     """Whether nothing else can be had of this device, or of any."""
     return error.value in (
         nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNINITIALIZED, nvml.NVML_ERROR_DRIVER_NOT_LOADED,
     )  # fmt: skip
 
 
-def optional(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+def call_if_supported(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
     """What a call gives; None where it cannot be had and the device is there nevertheless."""
     try:
         return call(*arguments)
     except nvml.NVMLError as error:
-        if is_gone(nvml, error):
+        if is_device_gone(nvml, error):
             raise
         return None
 
@@ -54,7 +60,7 @@ def optional(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
 MIB = 1 << 20
 
 # GPM: metric id -> metric, labels, factor. From 248 on they count since the host started.
-GPM: dict[int, tuple[str, tuple[str, ...], float]] = {
+GPM_METRICS: dict[int, tuple[str, tuple[str, ...], float]] = {
     1: ("gpu_graphics_active_ratio", (), 0.01),
     2: ("gpu_sm_active_ratio", (), 0.01),
     3: ("gpu_sm_occupancy_ratio", (), 0.01),
@@ -86,8 +92,8 @@ GPM: dict[int, tuple[str, tuple[str, ...], float]] = {
     259: ("gpu_cycles_total", ("fp32",), 1.0),
     260: ("gpu_cycles_total", ("fp16",), 1.0),
 }
-GPM_APART_S = 0.1  # the hardware refreshes its sample no faster
-GPM_KEPT = 4
+GPM_INTERVAL_S = 0.1  # the hardware refreshes its sample no faster
+MAX_GPM_SAMPLES = 4
 
 
 class GpmRing:
@@ -105,7 +111,7 @@ class GpmRing:
         Raises:
             NVMLError: The device has none now.
         """
-        full = len(self._samples) >= GPM_KEPT
+        full = len(self._samples) >= MAX_GPM_SAMPLES
         sample = self._samples.popleft()[1] if full else self._nvml.nvmlGpmSampleAlloc()
         try:
             if self._instance is None:
@@ -127,23 +133,23 @@ class GpmRing:
             NVMLError: The driver cannot compare the samples.
         """
         now, newest = self._samples[-1]
-        before = [sample for taken, sample in self._samples if now - taken >= GPM_APART_S]
+        before = [sample for sampled_at, sample in self._samples if now - sampled_at >= GPM_INTERVAL_S]
         if not before:
             return {}
-        wanted = self._nvml.c_nvmlGpmMetricsGet_t()
-        wanted.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
-        wanted.numMetrics = len(GPM)
-        wanted.sample1, wanted.sample2 = before[-1], newest
-        for metric, number in zip(wanted.metrics, GPM, strict=False):
+        request = self._nvml.c_nvmlGpmMetricsGet_t()
+        request.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(GPM_METRICS)
+        request.sample1, request.sample2 = before[-1], newest
+        for metric, number in zip(request.render_metrics, GPM_METRICS, strict=False):
             metric.metricId = number
-        self._nvml.nvmlGpmMetricsGet(wanted)
+        self._nvml.nvmlGpmMetricsGet(request)
         return {
-            metric.metricId: why_not(self._nvml, metric.nvmlReturn)
+            metric.metricId: explain_nvml_error(self._nvml, metric.nvmlReturn)
             if metric.nvmlReturn
             else metric.value
             if math.isfinite(metric.value)
             else "the device gave no number"
-            for metric in wanted.metrics[: len(GPM)]
+            for metric in request.render_metrics[: len(GPM_METRICS)]
         }
 
     def free(self) -> None:
@@ -157,8 +163,8 @@ ALL_LINKS = 0xFFFFFFFF
 NVLINKS = 18
 
 # Metric, its labels after the device, the call, its arguments after the handle, and what its unit is of ours.
-Simple = tuple[tuple[str, tuple[str, ...], str, tuple[int, ...], float], ...]
-SIMPLE: Simple = (
+MetricCalls = tuple[tuple[str, tuple[str, ...], str, tuple[int, ...], float], ...]
+SIMPLE_METRICS: MetricCalls = (
     ("gpu_power_watts", (), "nvmlDeviceGetPowerUsage", (), 1e-3),
     ("gpu_energy_joules_total", (), "nvmlDeviceGetTotalEnergyConsumption", (), 1e-3),
     ("gpu_temperature_celsius", ("gpu",), "nvmlDeviceGetTemperature", (0,), 1.0),
@@ -166,17 +172,17 @@ SIMPLE: Simple = (
     ("gpu_clock_hertz", ("memory",), "nvmlDeviceGetClockInfo", (2,), 1e6),
 )
 # What changes slowly, or takes a driver long: not at every sample of a fast series.
-SELDOM_S = 5.0
-SELDOM: Simple = (
+SLOW_INTERVAL_S = 5.0
+SLOW_METRICS: MetricCalls = (
     ("gpu_power_limit_watts", (), "nvmlDeviceGetEnforcedPowerLimit", (), 1e-3),
     ("gpu_errors_total", ("pcie-replay", ""), "nvmlDeviceGetPcieReplayCounter", (), 1.0),
     ("gpu_errors_total", ("ecc-corrected", ""), "nvmlDeviceGetTotalEccErrors", (0, 1), 1.0),
     ("gpu_errors_total", ("ecc-uncorrected", ""), "nvmlDeviceGetTotalEccErrors", (1, 1), 1.0),
 )
 # Field values: id -> metric, labels, factor. Of two for the same series the first that the device has is taken.
-NVLINK_OF_ALL = (("transmit", 138, 1024.0), ("receive", 139, 1024.0))
-NVLINK_OF_EACH = (("transmit", 202, 1.0), ("receive", 204, 1.0))  # NVLink 5
-FIELDS: tuple[tuple[int, str, tuple[str, ...], float], ...] = (
+NVLINK_DEVICE_FIELDS = (("transmit", 138, 1024.0), ("receive", 139, 1024.0))
+NVLINK_LINK_FIELDS = (("transmit", 202, 1.0), ("receive", 204, 1.0))  # NVLink 5
+NVML_FIELDS: tuple[tuple[int, str, tuple[str, ...], float], ...] = (
     (82, "gpu_temperature_celsius", ("memory",), 1.0),
     (197, "gpu_link_bytes_total", ("pcie", "transmit"), 1.0),
     (198, "gpu_link_bytes_total", ("pcie", "receive"), 1.0),
@@ -192,15 +198,17 @@ FIELDS: tuple[tuple[int, str, tuple[str, ...], float], ...] = (
     (270, "gpu_throttled_seconds_total", ("hardware-thermal",), 1e-9),
     (271, "gpu_throttled_seconds_total", ("power-brake",), 1e-9),
 )
-THROTTLES = {
+THROTTLE_REASONS = {
     0x02: "application-clocks", 0x04: "power", 0x08: "hardware-slowdown", 0x10: "sync-boost", 0x20: "thermal",
     0x40: "hardware-thermal", 0x80: "power-brake", 0x200: "board-limit", 0x400: "reliability",
 }  # fmt: skip
-REMAPPED = ("correctable", "uncorrectable", "pending", "failure")  # in the order of nvmlDeviceGetRemappedRows
-NO_GPM = "only Hopper and newer count pipes through NVML: let a dcgm-exporter run and name it in [accelerators] scrape"
+ROW_REMAP_KINDS = ("correctable", "uncorrectable", "pending", "failure")  # in the order of nvmlDeviceGetRemappedRows
+GPM_UNSUPPORTED = (
+    "only Hopper and newer count pipes through NVML: let a dcgm-exporter run and name it in [accelerators] scrape"
+)
 
 T = TypeVar("T")
-Values = dict[Series, float]  # (metric, labels after the device) -> value
+Values = dict[SeriesKey, float]  # (metric, labels after the device) -> value
 
 
 class NvmlDevice:
@@ -232,25 +240,25 @@ class NvmlDevice:
         try:
             return call(*arguments)
         except self._nvml.NVMLError as error:
-            if is_gone(self._nvml, error):
+            if is_device_gone(self._nvml, error):
                 raise
-            self.missing[key] = why_not(self._nvml, error.value)
+            self.missing[key] = explain_nvml_error(self._nvml, error.value)
             return None
 
     def arm(self) -> None:
         """Begin to count pipes, where the device can."""
         if self.gpm is not None:
             return
-        whole = self.handle if self.parent is None else self.parent.handle
-        support = self.attempt("gpu_pipe_active_ratio", self._nvml.nvmlGpmQueryDeviceSupport, whole)
+        device_handle = self.handle if self.parent is None else self.parent.handle
+        support = self.attempt("gpu_pipe_active_ratio", self._nvml.nvmlGpmQueryDeviceSupport, device_handle)
         if support is None or not support.isSupportedDevice or (self.parent is not None and self.instance is None):
-            for metric, labels, _ in GPM.values():
-                self.missing[capability(metric, labels)] = NO_GPM
+            for metric, labels, _ in GPM_METRICS.values():
+                self.missing[format_capability(metric, labels)] = GPM_UNSUPPORTED
             return
         if self.parent is None:
             with suppress(self._nvml.NVMLError):  # without it the counters are armed at every sample
-                self._nvml.nvmlGpmSetStreamingEnabled(whole, 1)
-        self.gpm = GpmRing(self._nvml, whole, self.instance)
+                self._nvml.nvmlGpmSetStreamingEnabled(device_handle, 1)
+        self.gpm = GpmRing(self._nvml, device_handle, self.instance)
 
     def disarm(self) -> bool:
         """Release the counters; whether there were any."""
@@ -282,7 +290,7 @@ class NvmlDevice:
             values["gpu_memory_free_bytes", ()] = memory.free
             values["gpu_memory_limit_bytes", ()] = memory.total
         if self.parent is None:
-            self._call(SIMPLE, values)
+            self._call(SIMPLE_METRICS, values)
             rates = self.attempt("gpu_busy_ratio", nvml.nvmlDeviceGetUtilizationRates, handle)
             if rates is not None:
                 values["gpu_busy_ratio", ()] = rates.gpu / 100
@@ -290,77 +298,79 @@ class NvmlDevice:
             supported = self.attempt("gpu_throttled", nvml.nvmlDeviceGetSupportedClocksEventReasons, handle)
             reasons = self.attempt("gpu_throttled", nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
             if reasons is not None:
-                for bit, reason in THROTTLES.items():
-                    if supported is None or supported & bit:
-                        values["gpu_throttled", (reason,)] = float(bool(reasons & bit))
+                for mask, reason in THROTTLE_REASONS.items():
+                    if supported is None or supported & mask:
+                        values["gpu_throttled", (reason,)] = float(bool(reasons & mask))
             if now >= self._seldom_at:
-                self._seldom_at = now + SELDOM_S
+                self._seldom_at = now + SLOW_INTERVAL_S
                 self._seldom = self._seldom_values()
             values |= self._seldom
         pipes = (
             self.attempt("gpu_pipe_active_ratio", self.gpm.values) if self.gpm is not None and len(self.gpm) else None
         )
         for number, value in (pipes or {}).items():
-            metric, labels, factor = GPM[number]
+            metric, labels, factor = GPM_METRICS[number]
             if isinstance(value, str):
-                self.missing[capability(metric, labels)] = value
+                self.missing[format_capability(metric, labels)] = value
             else:
                 values.setdefault((metric, labels), value * factor)
-        self.present = {capability(metric, labels) for metric, labels in values}
+        self.present = {format_capability(metric, labels) for metric, labels in values}
         return values
 
-    def _call(self, calls: Simple, values: Values) -> None:
+    def _call(self, calls: MetricCalls, values: Values) -> None:
         for metric, labels, name, arguments, factor in calls:
-            value = self.attempt(capability(metric, labels), getattr(self._nvml, name), self.handle, *arguments)
+            value = self.attempt(format_capability(metric, labels), getattr(self._nvml, name), self.handle, *arguments)
             if value is not None:
                 values[metric, labels] = value * factor
 
     def _seldom_values(self) -> Values:
         nvml, handle = self._nvml, self.handle
         values: Values = {}
-        self._call(SELDOM, values)
+        self._call(SLOW_METRICS, values)
         for engine, name in (("encoder", "Encoder"), ("decoder", "Decoder")):
-            key = capability("gpu_video_busy_ratio", (engine,))
+            key = format_capability("gpu_video_busy_ratio", (engine,))
             use = self.attempt(key, getattr(nvml, f"nvmlDeviceGet{name}Utilization"), handle)
             if use is not None:
                 values["gpu_video_busy_ratio", (engine,)] = use[0] / 100
         rows = self.attempt("gpu_remapped_rows", nvml.nvmlDeviceGetRemappedRows, handle)
-        for kind, number in zip(REMAPPED, rows or (), strict=False):
+        for kind, number in zip(ROW_REMAP_KINDS, rows or (), strict=False):
             values["gpu_remapped_rows", (kind,)] = number
-        wanted: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [
-            ((number, 0), metric, labels, factor) for number, metric, labels, factor in FIELDS
+        field_specs: list[tuple[tuple[int, int], str, tuple[str, ...], float]] = [
+            ((number, 0), metric, labels, factor) for number, metric, labels, factor in NVML_FIELDS
         ]
-        wanted += [
+        field_specs += [
             ((number, ALL_LINKS), "gpu_link_bytes_total", ("nvlink", direction), factor)
-            for direction, number, factor in NVLINK_OF_ALL
+            for direction, number, factor in NVLINK_DEVICE_FIELDS
         ]
-        wanted += [
+        field_specs += [
             ((number, link), "gpu_link_bytes_total", ("nvlink-each", direction), factor)
-            for direction, number, factor in NVLINK_OF_EACH
+            for direction, number, factor in NVLINK_LINK_FIELDS
             for link in range(NVLINKS)
         ]
         fields = self.attempt("gpu_link_bytes_total", self._nvml.nvmlDeviceGetFieldValues, self.handle,
-                              [identity for identity, *_ in wanted])  # fmt: skip
-        each: Counter[str] = Counter()
-        for field, (_, metric, labels, factor) in zip(fields or (), wanted, strict=False):
+                              [identity for identity, *_ in field_specs])  # fmt: skip
+        link_totals: Counter[str] = Counter()
+        for field, (_, metric, labels, factor) in zip(fields or (), field_specs, strict=False):
             if field.nvmlReturn:
                 if labels[0] != "nvlink-each":
-                    self.missing.setdefault(capability(metric, labels), why_not(self._nvml, field.nvmlReturn))
+                    self.missing.setdefault(
+                        format_capability(metric, labels), explain_nvml_error(self._nvml, field.nvmlReturn)
+                    )
                 continue
             # The value is a union; its type says which member holds it: double, unsigned int, long, long long, and
             # signed ones.
             members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
             value = float(getattr(field.value, members[field.valueType])) * factor
             if labels[0] == "nvlink-each":
-                each[labels[1]] += int(value)
+                link_totals[labels[1]] += int(value)
             else:
                 values.setdefault((metric, labels), value)
-        for direction, total in each.items():
+        for direction, total in link_totals.items():
             values.setdefault(("gpu_link_bytes_total", ("nvlink", direction)), total)
         if ("gpu_link_bytes_total", ("pcie", "transmit")) not in values and self.gpm is None:
             # Only where nothing else tells: the driver measures for 20 ms each.
             for direction, counter in (("transmit", 0), ("receive", 1)):
-                key = capability("gpu_link_bytes_per_second", ("pcie", direction))
+                key = format_capability("gpu_link_bytes_per_second", ("pcie", direction))
                 rate = self.attempt(key, nvml.nvmlDeviceGetPcieThroughput, handle, counter)
                 if rate is not None:
                     values["gpu_link_bytes_per_second", ("pcie", direction)] = rate * 1024
@@ -398,7 +408,7 @@ class NvmlDevice:
 
 NO_INSTANCE = 0xFFFFFFFF
 UNKNOWN_XID = 999
-MOST_EVENTS = 1000  # of one sample
+MAX_EVENTS = 1000  # of one sample
 
 # Compute capability -> the architecture whose multiprocessors are alike (flop_per_clock.json).
 ARCHITECTURES = {
@@ -426,7 +436,7 @@ class NvmlAccelerator:
         try:
             import pynvml
         except ImportError as error:
-            raise NotHere("nvidia-ml-py is not installed: pip install 'traceloom[agent]'") from error
+            raise BackendUnavailable("nvidia-ml-py is not installed: pip install 'traceloom[agent]'") from error
         self._nvml = pynvml
         self._clock = clock
         self._devices: dict[str, NvmlDevice] = {}
@@ -438,15 +448,15 @@ class NvmlAccelerator:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-                raise NotHere(
+                raise BackendUnavailable(
                     "NVIDIA's driver is not installed (libnvidia-ml.so.1); in a container, give it the devices"
                 ) from error
             if error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED:
-                raise NotHere(
+                raise BackendUnavailable(
                     "NVIDIA's driver is installed but not loaded: modprobe nvidia, or restart the host"
                 ) from error
             if error.value == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-                raise NotHere(
+                raise BackendUnavailable(
                     "NVIDIA's driver was updated while it ran: restart the agent, then the host if need be"
                 ) from error
             raise
@@ -459,7 +469,7 @@ class NvmlAccelerator:
         nvml = self._nvml
         count = nvml.nvmlDeviceGetCount()
         if not count:
-            raise NotHere("NVIDIA's driver is loaded but lists no device")
+            raise BackendUnavailable("NVIDIA's driver is loaded but lists no device")
         self._devices = {entry.device.uuid: entry for index in range(count) for entry in self._list(index)}
         return [entry.device for entry in self._devices.values()]
 
@@ -482,7 +492,7 @@ class NvmlAccelerator:
             pass
         if any(entry.gpm is not None and len(entry.gpm) == 1 for entry in self._devices.values()):
             # Ratios need two samples: after a start or a pause the second follows at once.
-            time.sleep(GPM_APART_S * 1.1)
+            time.sleep(GPM_INTERVAL_S * 1.1)
             for _ in self._answering(NvmlDevice.take_gpm, self._clock()):
                 pass
         return [
@@ -505,7 +515,7 @@ class NvmlAccelerator:
         """What happened since the last call."""
         nvml = self._nvml
         happened: list[DeviceEvent] = []
-        for _ in range(MOST_EVENTS if self._events is not None else 0):
+        for _ in range(MAX_EVENTS if self._events is not None else 0):
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
             except nvml.NVMLError:  # none is waiting, or the device is lost, which its own calls tell
@@ -563,7 +573,9 @@ class NvmlAccelerator:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
-            optional(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)  # the others may answer of a lost device from memory
+            call_if_supported(
+                nvml, nvml.nvmlDeviceGetMemoryInfo, handle
+            )  # the others may answer of a lost device from memory
             entry = self._devices.get(uuid)
             if entry is None or entry.device.stale:
                 entry = self._add(handle, uuid, index)
@@ -572,18 +584,18 @@ class NvmlAccelerator:
         except nvml.NVMLError as error:
             if error.value != nvml.NVML_ERROR_GPU_IS_LOST:
                 raise
-            of_before = [
+            known_entries = [
                 entry for entry in self._devices.values() if entry.device.index.partition(":")[0] == str(index)
             ]
-            for entry in of_before:
+            for entry in known_entries:
                 self._lose(entry, error)
-            if not of_before:
+            if not known_entries:
                 self._lost_before[index] = f"{error}: restart the host, or reset the device"
-            return of_before
+            return known_entries
 
     def _add(self, handle: Any, uuid: str, index: int) -> NvmlDevice:
         nvml = self._nvml
-        attempt = partial(optional, nvml)
+        attempt = partial(call_if_supported, nvml)
         pci = attempt(nvml.nvmlDeviceGetPciInfo, handle)
         capability = attempt(nvml.nvmlDeviceGetCudaComputeCapability, handle)
         cores = attempt(nvml.nvmlDeviceGetNumGpuCores, handle)
@@ -604,8 +616,8 @@ class NvmlAccelerator:
         self._handles[ctypes.cast(handle, ctypes.c_void_p).value] = uuid
         if self._events is not None:
             types = attempt(nvml.nvmlDeviceGetSupportedEventTypes, handle) or 0
-            wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
-            attempt(nvml.nvmlDeviceRegisterEvents, handle, types & wanted, self._events)
+            event_types = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+            attempt(nvml.nvmlDeviceRegisterEvents, handle, types & event_types, self._events)
         return NvmlDevice(nvml, handle, device, None, armed=not self._paused_until)
 
     def _partitions(self, entry: NvmlDevice) -> Iterator[NvmlDevice]:
@@ -614,18 +626,18 @@ class NvmlAccelerator:
         if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
             return
         for slot in range(entry.attempt("partitions", nvml.nvmlDeviceGetMaxMigDeviceCount, entry.handle) or 0):
-            handle = optional(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, entry.handle, slot)
-            uuid = None if handle is None else optional(nvml, nvml.nvmlDeviceGetUUID, handle)
+            handle = call_if_supported(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, entry.handle, slot)
+            uuid = None if handle is None else call_if_supported(nvml, nvml.nvmlDeviceGetUUID, handle)
             if uuid is None:  # nothing is in that slot, or it was taken away just now
                 continue
             if uuid in self._devices and not self._devices[uuid].device.stale:
                 yield self._devices[uuid]
                 continue
             # A partition's numbers and size do not change while it exists.
-            instance = optional(nvml, nvml.nvmlDeviceGetGpuInstanceId, handle)
-            compute = optional(nvml, nvml.nvmlDeviceGetComputeInstanceId, handle)
+            instance = call_if_supported(nvml, nvml.nvmlDeviceGetGpuInstanceId, handle)
+            compute = call_if_supported(nvml, nvml.nvmlDeviceGetComputeInstanceId, handle)
             attributes = entry.attempt("partitions", nvml.nvmlDeviceGetAttributes_v2, handle)
-            name = str(optional(nvml, nvml.nvmlDeviceGetName, handle) or "")
+            name = str(call_if_supported(nvml, nvml.nvmlDeviceGetName, handle) or "")
             device = msgspec.structs.replace(
                 entry.device, uuid=uuid, index=f"{entry.device.index}:{slot}", parent=entry.device.uuid,
                 partition=f"{name.rpartition('MIG ')[2]} gi={instance} ci={compute}",

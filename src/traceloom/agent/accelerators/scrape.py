@@ -18,17 +18,25 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, NotHere, capability
+from traceloom.agent.accelerators.backend import (
+    BackendUnavailable,
+    Device,
+    DeviceEvent,
+    DeviceProcess,
+    format_capability,
+)
 from traceloom.agent.config import Config
-from traceloom.agent.flops import device_model
+from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import METRICS, Reading
 
-LIMIT_S = 1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
-LEAST_APART_S = 1.0  # an exporter measures no faster, whoever asks ten times a second while a trace runs
-MOST_BYTES = 16 << 20
-CHUNK = 1 << 16
+SCRAPE_TIMEOUT_S = (
+    1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
+)
+MIN_INTERVAL_S = 1.0  # an exporter measures no faster, whoever asks ten times a second while a trace runs
+MAX_BYTES = 16 << 20
+CHUNK_BYTES = 1 << 16
 MIB = float(1 << 20)
-BLANKS = ((2**31 - 16, 2**31), (2**47, 2**47 + 16), (2**63 - 16, 2**64))  # how DCGM writes that it has no value
+BLANK_RANGES = ((2**31 - 16, 2**31), (2**47, 2**47 + 16), (2**63 - 16, 2**64))  # how DCGM writes that it has no value
 
 
 class ExporterSeries(NamedTuple):
@@ -49,7 +57,7 @@ _DCGM = tuple(
         1 / alias.factor,
     )
     for metric in METRICS.values()
-    for alias in metric.dcgm
+    for alias in metric.dcgm_aliases
 )
 _DEV, _PROF, _PIPE = "DCGM_FI_DEV_", "DCGM_FI_PROF_", "gpu_pipe_active_ratio"
 # Names of DCGM 4.6, beside those of before (which it still answers to): some in other units.
@@ -121,23 +129,23 @@ _TPU = tuple(
     )
 )
 # Of two for the same series the first that the exporter has is taken.
-SOURCES = (*_DCGM, *_DCGM_4, *_AMD, *(source._replace(name="amd_" + source.name) for source in _AMD), *_TPU)
-_BY_NAME: dict[str, list[tuple[int, ExporterSeries]]] = defaultdict(list)
-for _order, _source in enumerate(SOURCES):
-    _BY_NAME[_source.name].append((_order, _source))
+EXPORTER_SERIES = (*_DCGM, *_DCGM_4, *_AMD, *(source._replace(name="amd_" + source.name) for source in _AMD), *_TPU)
+_SERIES_BY_NAME: dict[str, list[tuple[int, ExporterSeries]]] = defaultdict(list)
+for _order, _source in enumerate(EXPORTER_SERIES):
+    _SERIES_BY_NAME[_source.name].append((_order, _source))
 
 # Labels that say whose a device is, by exporter -> field of an owner.
-_OWNERS = {
+_OWNER_LABELS = {
     "pod": "pod", "namespace": "namespace", "container": "container", "hpc_job": "job", "job_id": "job",
     "job_user": "user", "job_partition": "partition",
 }  # fmt: skip
 
 
-def device_of(labels: Mapping[str, str]) -> Device | None:
+def build_device(labels: Mapping[str, str]) -> Device | None:
     """The device that a series is of, by the labels of its exporter; None where it is of none."""
-    owner = {field: labels[label] for label, field in _OWNERS.items() if labels.get(label)}
+    owner = {field: labels[label] for label, field in _OWNER_LABELS.items() if labels.get(label)}
     if uuid := labels.get("UUID"):
-        model = device_model(labels.get("modelName", ""))
+        model = find_device_model(labels.get("modelName", ""))
         instance = labels.get("GPU_I_ID", "")
         return Device(
             uuid=f"{uuid}/{instance}" if instance else uuid, parent=uuid if instance else "",
@@ -158,7 +166,7 @@ def device_of(labels: Mapping[str, str]) -> Device | None:
     identity = labels.get("gpu_uuid") or labels.get("serial_number")
     if identity and "gpu_id" in labels:
         name = labels.get("card_series") or labels.get("card_model", "")
-        model = device_model(name)
+        model = find_device_model(name)
         # A card that is divided lists its partitions one by one; the first has the number of the whole.
         partition = labels.get("gpu_partition_id", "0")
         divided = labels.get("gpu_compute_partition_type", "spx").lower() != "spx"
@@ -190,7 +198,9 @@ class ScrapedAccelerator:
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         if not config.accelerators.scrape:
-            raise NotHere('no exporter is scraped: [accelerators] scrape = ["http://127.0.0.1:9400/metrics"] names one')
+            raise BackendUnavailable(
+                'no exporter is scraped: [accelerators] scrape = ["http://127.0.0.1:9400/metrics"] names one'
+            )
         self._addresses: list[str] = []
         for text in config.accelerators.scrape:  # of a host and port alone, its `/metrics` by HTTP
             parts = urllib.parse.urlsplit(text if "//" in text else f"http://{text}")
@@ -208,12 +218,12 @@ class ScrapedAccelerator:
     def devices(self) -> list[Device]:
         """Scrape all exporters at the same time, unless that was just done; the devices that they tell of."""
         if self._clock() >= self._again_at:
-            self._again_at = self._clock() + LEAST_APART_S
+            self._again_at = self._clock() + MIN_INTERVAL_S
             threads = [
-                threading.Thread(target=self._scrape, args=(each,), name=f"scrape {each}", daemon=True)
-                for each in self._addresses
+                threading.Thread(target=self._scrape, args=(exporter,), name=f"scrape {exporter}", daemon=True)
+                for exporter in self._addresses
             ]
-            deadline = time.monotonic() + LIMIT_S * 1.1
+            deadline = time.monotonic() + SCRAPE_TIMEOUT_S * 1.1
             for thread in threads:
                 thread.start()
             for thread, address in zip(threads, self._addresses, strict=True):
@@ -224,7 +234,7 @@ class ScrapedAccelerator:
 
     def capabilities(self) -> dict[str, str]:
         """What the exporters have, and which do not answer."""
-        present = {capability(reading.metric, reading.labels[1:]): "" for reading in self.sample()}
+        present = {format_capability(reading.metric, reading.labels[1:]): "" for reading in self.sample()}
         return present | {f"exporter {address}": reason for address, reason in self._failures.items()}
 
     def sample(self) -> list[Reading]:
@@ -248,35 +258,35 @@ class ScrapedAccelerator:
 
     def _scrape(self, address: str) -> None:
         try:
-            deadline = time.monotonic() + LIMIT_S
-            with self._opener.open(address, timeout=LIMIT_S) as answer:
+            deadline = time.monotonic() + SCRAPE_TIMEOUT_S
+            with self._opener.open(address, timeout=SCRAPE_TIMEOUT_S) as answer:
                 parts: list[bytes] = []
                 size = 0
                 # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow exporter.
-                while chunk := answer.read1(CHUNK):
+                while chunk := answer.read1(CHUNK_BYTES):
                     size += len(chunk)
-                    if size > MOST_BYTES:
-                        raise ValueError(f"it says more than {MOST_BYTES >> 20} MB")  # noqa: TRY301
+                    if size > MAX_BYTES:
+                        raise ValueError(f"it says more than {MAX_BYTES >> 20} MB")  # noqa: TRY301
                     if time.monotonic() > deadline:
                         raise TimeoutError("it has not answered in time")
                     parts.append(chunk)
-            devices, readings = parsed(b"".join(parts).decode("utf-8"))
+            devices, readings = parse_exporter_text(b"".join(parts).decode("utf-8"))
         except (OSError, ValueError, http.client.HTTPException) as error:
             self._fail(address, str(error) or type(error).__name__)
         else:
             self._devices[address], self._readings[address] = devices, readings
             self._failures.pop(address, None)
 
-    def _fail(self, address: str, why: str) -> None:
-        self._failures[address] = why
+    def _fail(self, address: str, reason: str) -> None:
+        self._failures[address] = reason
         self._readings.pop(address, None)
-        stale = f"the exporter {address} does not answer: {why}"
+        stale = f"the exporter {address} does not answer: {reason}"
         self._devices[address] = {
             uuid: msgspec.structs.replace(device, stale=stale) for uuid, device in self._devices[address].items()
         }
 
 
-def parsed(text: str) -> tuple[dict[str, Device], list[Reading]]:
+def parse_exporter_text(text: str) -> tuple[dict[str, Device], list[Reading]]:
     """The devices and readings in the text of an exporter.
 
     Raises:
@@ -289,11 +299,17 @@ def parsed(text: str) -> tuple[dict[str, Device], list[Reading]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             # The parser gives every counter the `_total` of OpenMetrics, which these exporters do not print.
-            for order, source in _BY_NAME.get(sample.name) or _BY_NAME.get(sample.name.removesuffix("_total"), []):
-                if any(sample.labels.get(label) != wanted for label, wanted in source.where):
+            for order, source in _SERIES_BY_NAME.get(sample.name) or _SERIES_BY_NAME.get(
+                sample.name.removesuffix("_total"), []
+            ):
+                if any(sample.labels.get(label) != expected for label, expected in source.where):
                     continue
-                device = device_of(sample.labels)
-                if device is None or not math.isfinite(sample.value) or any(a <= sample.value < b for a, b in BLANKS):
+                device = build_device(sample.labels)
+                if (
+                    device is None
+                    or not math.isfinite(sample.value)
+                    or any(a <= sample.value < b for a, b in BLANK_RANGES)
+                ):
                     continue
                 if source.metric == "gpu_last_xid" and not sample.value:  # there was none
                     continue

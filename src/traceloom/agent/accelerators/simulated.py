@@ -10,19 +10,26 @@ from pathlib import Path
 
 import msgspec
 
-from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, NotHere, Sample, capability
+from traceloom.agent.accelerators.backend import (
+    BackendUnavailable,
+    Device,
+    DeviceEvent,
+    DeviceProcess,
+    Sample,
+    format_capability,
+)
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 from traceloom.errors import InputError, other_version, unreadable
 
-CLOCK_HZ, HIGHEST_CLOCK_HZ, MEMORY_CLOCK_HZ = 1.755e9, 1.98e9, 2.619e9
+CLOCK_HZ, MAX_CLOCK_HZ, MEMORY_CLOCK_HZ = 1.755e9, 1.98e9, 2.619e9
 MEMORY_BYTES, RESERVED_BYTES = 80 << 30, 600 << 20
-IDLE_WATTS, LIMIT_WATTS = 75.0, 700.0
-CHECKPOINT_EVERY_S, CHECKPOINT_S = 120.0, 8.0  # the made job stops to write what it has learned
+IDLE_WATTS, POWER_LIMIT_WATTS = 75.0, 700.0
+CHECKPOINT_INTERVAL_S, CHECKPOINT_DURATION_S = 120.0, 8.0  # the made job stops to write what it has learned
 PIPES = ("tensor", "hmma", "imma", "dmma", "dfma", "fp64", "fp32", "fp16", "int")
 
 
-class Load(msgspec.Struct, kw_only=True):
+class DeviceLoad(msgspec.Struct, kw_only=True):
     """What one device does. Ratios are of time; a pipe that is not named is idle."""
 
     busy: float
@@ -45,34 +52,40 @@ class SimulatedAccelerator:
     name = "simulated"
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
-        self.planted: dict[int, Load] = {}  # index -> its load from now on
-        self.happened: list[DeviceEvent] = []  # what the next call tells
+        self.overrides: dict[int, DeviceLoad] = {}  # index -> its load from now on
+        self.pending_events: list[DeviceEvent] = []  # what the next call tells
         self.paused_until = 0.0
         self._clock = clock
-        self._count = config.accelerators.simulated
+        self._device_count = config.accelerators.simulated
         self._host = config.host_name
-        self._sampled: float | None = None
-        self._joules = [0.0] * self._count
-        self._throttled_s = [0.0] * self._count
-        if not self._count:
-            raise NotHere("no devices are simulated: [accelerators] simulated = 8 makes up eight")
+        self._last_sample_s: float | None = None
+        self._energy_joules = [0.0] * self._device_count
+        self._throttled_s = [0.0] * self._device_count
+        if not self._device_count:
+            raise BackendUnavailable("no devices are simulated: [accelerators] simulated = 8 makes up eight")
 
     def uuid(self, index: int) -> str:
         """Identity of a device: the same whenever this host simulates."""
         return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{self._host}')}"
 
-    def load(self, index: int) -> Load:
+    def load(self, index: int) -> DeviceLoad:
         """What a device does now."""
-        if index in self.planted:
-            return self.planted[index]
+        if index in self.overrides:
+            return self.overrides[index]
         # A job that trains in BF16, writes a checkpoint now and then, and whose devices are not quite alike.
         seconds = self._clock()
-        if seconds % CHECKPOINT_EVERY_S < CHECKPOINT_S:
-            return Load(busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=HIGHEST_CLOCK_HZ)
+        if seconds % CHECKPOINT_INTERVAL_S < CHECKPOINT_DURATION_S:
+            return DeviceLoad(busy=0.02, pipes={}, power_watts=IDLE_WATTS + 40.0, clock_hz=MAX_CLOCK_HZ)
         busy = 0.94 + 0.05 * math.sin(seconds / 7.0 + index)
-        hmma = 0.48 * busy
-        pipes = {"tensor": hmma, "hmma": hmma, "fp32": 0.09 * busy, "fp16": 0.01 * busy, "int": 0.12 * busy}
-        return Load(busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index)
+        tensor_ratio = 0.48 * busy
+        pipes = {
+            "tensor": tensor_ratio,
+            "hmma": tensor_ratio,
+            "fp32": 0.09 * busy,
+            "fp16": 0.01 * busy,
+            "int": 0.12 * busy,
+        }
+        return DeviceLoad(busy=busy, pipes=pipes, power_watts=IDLE_WATTS + 580.0 * busy - 3.0 * index)
 
     def devices(self) -> list[Device]:
         """So many as the configuration says."""
@@ -80,42 +93,45 @@ class SimulatedAccelerator:
             Device(
                 uuid=self.uuid(index), index=str(index), vendor="nvidia", model="NVIDIA H100 80GB HBM3",
                 pci=f"00000000:{0x10 + index:02X}:00.0", driver="simulated", memory_bytes=MEMORY_BYTES,
-                multiprocessors=132, highest_clock_hz=HIGHEST_CLOCK_HZ, architecture="hopper",
+                multiprocessors=132, highest_clock_hz=MAX_CLOCK_HZ, architecture="hopper",
                 stale=self.load(index).stale,
             )
-            for index in range(self._count)
+            for index in range(self._device_count)
         ]  # fmt: skip
 
     def capabilities(self) -> dict[str, str]:
         """All that is simulated can be had."""
-        return {capability(reading.metric, reading.labels[1:]): "" for reading in self._readings(0)}
+        return {format_capability(reading.metric, reading.labels[1:]): "" for reading in self._build_readings(0)}
 
     def sample(self) -> list[Reading]:
         """The metrics of a Hopper device with GPM; energy and throttling add up since the first call."""
         now = self._clock()
-        seconds = 0.0 if self._sampled is None else max(0.0, now - self._sampled)
-        self._sampled = now
-        for index in range(self._count):
+        seconds = 0.0 if self._last_sample_s is None else max(0.0, now - self._last_sample_s)
+        self._last_sample_s = now
+        for index in range(self._device_count):
             watts = self.load(index).power_watts
-            self._joules[index] += watts * seconds
-            self._throttled_s[index] += seconds if watts >= LIMIT_WATTS else 0.0
+            self._energy_joules[index] += watts * seconds
+            self._throttled_s[index] += seconds if watts >= POWER_LIMIT_WATTS else 0.0
         return [
-            reading for index in range(self._count) if not self.load(index).stale for reading in self._readings(index)
+            reading
+            for index in range(self._device_count)
+            if not self.load(index).stale
+            for reading in self._build_readings(index)
         ]
 
     def processes(self) -> list[DeviceProcess]:
         """The planted ones."""
         return [
             msgspec.structs.replace(process, device=self.uuid(index))
-            for index, load in self.planted.items()
+            for index, load in self.overrides.items()
             if not load.stale
             for process in load.processes
         ]
 
     def events(self) -> list[DeviceEvent]:
         """What was put into `happened`."""
-        happened, self.happened = self.happened, []
-        return happened
+        events, self.pending_events = self.pending_events, []
+        return events
 
     def pause(self, seconds: float) -> bool:
         """No activity of pipes for so long."""
@@ -125,9 +141,9 @@ class SimulatedAccelerator:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _readings(self, index: int) -> list[Reading]:
+    def _build_readings(self, index: int) -> list[Reading]:
         load, device = self.load(index), (self.uuid(index),)
-        heat = load.power_watts / LIMIT_WATTS
+        power_ratio = load.power_watts / POWER_LIMIT_WATTS
         links = (("pcie", 6e9), ("nvlink", 180e9))
         readings = [
             Reading("gpu_busy_ratio", device, load.busy),
@@ -138,13 +154,13 @@ class SimulatedAccelerator:
             Reading("gpu_memory_reserved_bytes", device, RESERVED_BYTES),
             Reading("gpu_memory_limit_bytes", device, MEMORY_BYTES),
             Reading("gpu_power_watts", device, load.power_watts),
-            Reading("gpu_power_limit_watts", device, LIMIT_WATTS),
-            Reading("gpu_energy_joules_total", device, self._joules[index]),
-            Reading("gpu_temperature_celsius", (*device, "gpu"), 30.0 + 35.0 * heat),
-            Reading("gpu_temperature_celsius", (*device, "memory"), 34.0 + 45.0 * heat),
+            Reading("gpu_power_limit_watts", device, POWER_LIMIT_WATTS),
+            Reading("gpu_energy_joules_total", device, self._energy_joules[index]),
+            Reading("gpu_temperature_celsius", (*device, "gpu"), 30.0 + 35.0 * power_ratio),
+            Reading("gpu_temperature_celsius", (*device, "memory"), 34.0 + 45.0 * power_ratio),
             Reading("gpu_clock_hertz", (*device, "sm"), load.clock_hz),
             Reading("gpu_clock_hertz", (*device, "memory"), MEMORY_CLOCK_HZ),
-            Reading("gpu_throttled", (*device, "power"), float(load.power_watts >= LIMIT_WATTS)),
+            Reading("gpu_throttled", (*device, "power"), float(load.power_watts >= POWER_LIMIT_WATTS)),
             Reading("gpu_throttled_seconds_total", (*device, "power"), self._throttled_s[index]),
             Reading("gpu_errors_total", (*device, "pcie-replay", ""), 0.0),
             *(Reading("gpu_remapped_rows", (*device, kind), 0.0) for kind in ("correctable", "uncorrectable")),
@@ -166,12 +182,12 @@ class SimulatedAccelerator:
         return readings
 
 
-FORMAT = "traceloom-accelerators"
-VERSION = 1
-OVER = "the recording is over"
+RECORDING_FORMAT = "traceloom-accelerators"
+RECORDING_VERSION = 1
+RECORDING_ENDED = "the recording is over"
 
 
-class RecordingHead(msgspec.Struct, frozen=True):
+class RecordingHeader(msgspec.Struct, frozen=True):
     """The first line of a file of samples."""
 
     format: str
@@ -184,7 +200,7 @@ class SampleWriter:
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("wb")  # noqa: SIM115 - open for as long as the agent records
         self._encoder = msgspec.json.Encoder()
-        self._file.write(self._encoder.encode(RecordingHead(FORMAT, VERSION)) + b"\n")
+        self._file.write(self._encoder.encode(RecordingHeader(RECORDING_FORMAT, RECORDING_VERSION)) + b"\n")
 
     def write(self, sample: Sample) -> None:
         """Append a sample, whole before the next begins."""
@@ -196,7 +212,7 @@ class SampleWriter:
         self._file.close()
 
 
-def samples(path: str | Path) -> Generator[Sample, None, None]:
+def read_samples(path: str | Path) -> Generator[Sample, None, None]:
     """The samples of a file, one after the other; a last line that was cut off is left out.
 
     Raises:
@@ -208,13 +224,15 @@ def samples(path: str | Path) -> Generator[Sample, None, None]:
         raise unreadable(path, error, "recording") from error
     with file:
         try:
-            head = msgspec.json.decode(file.readline(), type=RecordingHead)
+            header = msgspec.json.decode(file.readline(), type=RecordingHeader)
         except msgspec.DecodeError as error:
             raise InputError("this is no recording of devices", slug="wrong-recording", where=str(path)) from error
-        if head.format != FORMAT:
-            raise InputError(f"expected {FORMAT}, got {head.format}", slug="wrong-recording", where=str(path))
-        if head.version != VERSION:
-            raise other_version("recording of devices", head.version, VERSION, path)
+        if header.format != RECORDING_FORMAT:
+            raise InputError(
+                f"expected {RECORDING_FORMAT}, got {header.format}", slug="wrong-recording", where=str(path)
+            )
+        if header.version != RECORDING_VERSION:
+            raise other_version("recording of devices", header.version, RECORDING_VERSION, path)
         decoder = msgspec.json.Decoder(Sample)
         for number, line in enumerate(file, 2):
             if not line.endswith(b"\n"):
@@ -239,37 +257,41 @@ class RecordedAccelerator:
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         if not config.accelerators.recorded:
-            raise NotHere("no recording is played: [accelerators] recorded = FILE names one")
-        self._samples = samples(config.accelerators.recorded)
+            raise BackendUnavailable("no recording is played: [accelerators] recorded = FILE names one")
+        self._samples = read_samples(config.accelerators.recorded)
         self._clock = clock
         first = next(self._samples, None)
         if first is None:
-            raise NotHere(f"{config.accelerators.recorded} has no samples")
-        self._now, self._next = first, next(self._samples, None)
+            raise BackendUnavailable(f"{config.accelerators.recorded} has no samples")
+        self._current, self._next = first, next(self._samples, None)
         self._events = list(first.events)
-        self._start_s = clock() - first.at_ns / 1e9
-        self._apart_s = config.collect.period
+        self._clock_offset_s = clock() - first.at_ns / 1e9
+        self._interval_s = config.collect.period
 
     def devices(self) -> list[Device]:
         """Those of the sample whose time it is."""
-        while self._next is not None and self._next.at_ns / 1e9 <= self._clock() - self._start_s:
-            self._apart_s = (self._next.at_ns - self._now.at_ns) / 1e9
-            self._now, self._next = self._next, next(self._samples, None)
-            self._events += self._now.events
-        devices = self._now.devices
-        return [msgspec.structs.replace(device, stale=OVER) for device in devices] if self._is_over() else devices
+        while self._next is not None and self._next.at_ns / 1e9 <= self._clock() - self._clock_offset_s:
+            self._interval_s = (self._next.at_ns - self._current.at_ns) / 1e9
+            self._current, self._next = self._next, next(self._samples, None)
+            self._events += self._current.events
+        devices = self._current.devices
+        return (
+            [msgspec.structs.replace(device, stale=RECORDING_ENDED) for device in devices]
+            if self._has_ended()
+            else devices
+        )
 
     def capabilities(self) -> dict[str, str]:
         """What could be had where it was recorded."""
-        return self._now.capabilities
+        return self._current.capabilities
 
     def sample(self) -> list[Reading]:
         """The readings of the sample whose time it is."""
-        return [] if self._is_over() else self._now.readings
+        return [] if self._has_ended() else self._current.readings
 
     def processes(self) -> list[DeviceProcess]:
         """Who was on the devices."""
-        return [] if self._is_over() else self._now.processes
+        return [] if self._has_ended() else self._current.processes
 
     def events(self) -> list[DeviceEvent]:
         """What happened since the last call, with the times of the recording."""
@@ -284,6 +306,8 @@ class RecordedAccelerator:
         """Let go of the file."""
         self._samples.close()
 
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         # The last sample is true for as long as the one before it was.
-        return self._next is None and self._clock() - self._start_s > self._now.at_ns / 1e9 + self._apart_s
+        return (
+            self._next is None and self._clock() - self._clock_offset_s > self._current.at_ns / 1e9 + self._interval_s
+        )

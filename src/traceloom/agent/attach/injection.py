@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.agent.collectors.collector import read
-from traceloom.agent.probes.elf import Elf, mappings, open_mapped
+from traceloom.agent.probes.elf import Elf, open_mapped, read_mappings
 
 # Values of <linux/ptrace.h>.
 _CONT, _DETACH, _SYSCALL = 7, 17, 24
@@ -44,24 +44,24 @@ _GENERAL, _EXTENDED = 1, 0x202  # sets of registers: NT_PRSTATUS, NT_X86_XSTATE
 _EVENT_STOP = 128
 _AT_SYSTEM_CALL = signal.SIGTRAP | 0x80
 _WALL = 0x40000000
-_MOST_EXTENDED = 1 << 16  # bytes; AMX needs 11,008
+_MAX_EXTENDED_BYTES = 1 << 16  # bytes; AMX needs 11,008
 _RED_ZONE = 128  # bytes below the stack pointer that a function may use
 _CODE_64 = 0x33  # the segment of code of 64 bits
-_LOOK_S = 0.0002
-_NAMES = (
+_POLL_S = 0.0002
+_REGISTER_NAMES = (
     "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi", "orig_rax",
     "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs",
 )  # fmt: skip
 _NO_CALL = 2**64 - 1
-_FLAGS_OF_CALLS = ~0x500  # neither trap nor backward strings
-MACHINES = ("x86_64",)
-NO_PROCESS = 2**22 + 1  # a number that no process has
+_CALL_FLAGS_MASK = ~0x500  # neither trap nor backward strings
+SUPPORTED_MACHINES = ("x86_64",)
+UNUSED_PID = 2**22 + 1  # a number that no process has
 
 
 class _Registers(ctypes.Structure):
     """Those of general purpose: `struct user_regs_struct` of x86-64."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in _NAMES]
+    _fields_ = [(name, ctypes.c_uint64) for name in _REGISTER_NAMES]
 
 
 class _Vector(ctypes.Structure):
@@ -75,13 +75,13 @@ _LIBC.ptrace.restype = ctypes.c_long
 
 def is_possible() -> bool:
     """Whether this machine's registers are known here."""
-    return platform.system() == "Linux" and platform.machine() in MACHINES
+    return platform.system() == "Linux" and platform.machine() in SUPPORTED_MACHINES
 
 
 def is_call_allowed() -> bool:
     """Whether the kernel takes ptrace(2) from this process at all: filters of containers may refuse it."""
     try:
-        _ptrace(_SEIZE, NO_PROCESS)
+        _call_ptrace(_SEIZE, UNUSED_PID)
     except OSError as error:
         return error.errno == errno.ESRCH
     return True
@@ -103,7 +103,7 @@ class StoppedThread:
         self._until = time.monotonic() + limit_s
         self._saved = _Registers()
         self._mask = ctypes.c_uint64()
-        self._extended = ctypes.create_string_buffer(_MOST_EXTENDED)
+        self._extended = ctypes.create_string_buffer(_MAX_EXTENDED_BYTES)
         self._extended_size = 0
         self._is_stopped = False
         self._stopped_ns = 0
@@ -111,7 +111,7 @@ class StoppedThread:
 
     def __enter__(self) -> StoppedThread:  # noqa: PYI034  (Self is of Python 3.11)
         """Stop it."""
-        _ptrace(_SEIZE, self._thread, 0, _MARK_SYSCALLS)
+        _call_ptrace(_SEIZE, self._thread, 0, _MARK_SYSCALLS)
         try:
             self._stopped_ns = time.monotonic_ns()
             self._interrupt()
@@ -119,11 +119,11 @@ class StoppedThread:
             if self._saved.cs != _CODE_64:
                 raise OSError(errno.ENOEXEC, "it does not run code of 64 bits")  # noqa: TRY301
             self._extended_size = self._registers(_GET_REGISTERS, _EXTENDED, self._extended)
-            _ptrace(_GET_MASK, self._thread, 8, ctypes.addressof(self._mask))
+            _call_ptrace(_GET_MASK, self._thread, 8, ctypes.addressof(self._mask))
             # Signals wait meanwhile, except those that an instruction itself causes.
             faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP, signal.SIGFPE}
             blocked = ctypes.c_uint64((2**64 - 1) & ~sum(1 << (number - 1) for number in faults))
-            _ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(blocked))
+            _call_ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(blocked))
         except BaseException:
             self._leave()
             raise
@@ -137,7 +137,7 @@ class StoppedThread:
             self._interrupt()
             self._registers(_SET_REGISTERS, _EXTENDED, self._extended, self._extended_size)
             self._registers(_SET_REGISTERS, _GENERAL, self._saved)
-            _ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(self._mask))
+            _call_ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(self._mask))
         finally:
             self._leave()
 
@@ -202,7 +202,7 @@ class StoppedThread:
     def _prepared(self, address: int) -> _Registers:
         registers = _Registers.from_buffer_copy(self._saved)
         registers.rip, registers.orig_rax = address, _NO_CALL
-        registers.eflags &= _FLAGS_OF_CALLS
+        registers.eflags &= _CALL_FLAGS_MASK
         registers.rax = 0
         return registers
 
@@ -210,7 +210,7 @@ class StoppedThread:
         """Let it run to where it enters a system call, or leaves the one that it is in."""
         number = 0
         while True:
-            _ptrace(_SYSCALL, self._thread, 0, number)
+            _call_ptrace(_SYSCALL, self._thread, 0, number)
             self._is_stopped = False
             status = self._next_stop()
             if os.WSTOPSIG(status) == _AT_SYSTEM_CALL:
@@ -227,9 +227,9 @@ class StoppedThread:
         """Stop it where it returns to the program, whether it runs or is stopped elsewhere."""
         number = 0
         while True:
-            _ptrace(_INTERRUPT, self._thread)  # again each time: any other stop makes the kernel forget it
+            _call_ptrace(_INTERRUPT, self._thread)  # again each time: any other stop makes the kernel forget it
             if self._is_stopped:
-                _ptrace(_CONT, self._thread, 0, number)
+                _call_ptrace(_CONT, self._thread, 0, number)
                 self._is_stopped = False
             status = self._next_stop()
             if status >> 16 == _EVENT_STOP:
@@ -247,24 +247,24 @@ class StoppedThread:
                 return status
             if time.monotonic() > self._until:
                 raise TimeoutError(errno.ETIMEDOUT, "it did not stop in time")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _registers(
-        self, what: int, kind: int, buffer: ctypes.Structure | ctypes.Array[ctypes.c_char], size: int = 0
+        self, request: int, kind: int, buffer: ctypes.Structure | ctypes.Array[ctypes.c_char], size: int = 0
     ) -> int:
         """Get or set a set of registers; how many bytes it has."""
         vector = _Vector(ctypes.addressof(buffer), size or ctypes.sizeof(buffer))
-        _ptrace(what, self._thread, kind, ctypes.addressof(vector))
+        _call_ptrace(request, self._thread, kind, ctypes.addressof(vector))
         return int(vector.size)
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, or runs: then the end of this process lets it go
-            _ptrace(_DETACH, self._thread)
+            _call_ptrace(_DETACH, self._thread)
         self.pause_ns = time.monotonic_ns() - self._stopped_ns
 
 
-def _ptrace(what: int, thread: int, address: int = 0, value: int = 0) -> None:
-    if _LIBC.ptrace(what, thread, address, value) < 0:
+def _call_ptrace(request: int, thread: int, address: int = 0, value: int = 0) -> None:
+    if _LIBC.ptrace(request, thread, address, value) < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
@@ -273,7 +273,7 @@ _SYS_PTRACE = 19  # the number of the capability
 _YAMA = "kernel.yama.ptrace_scope"
 
 
-def unattachable(proc: Path = Path("/proc")) -> tuple[str, str]:
+def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
     """Why processes cannot be attached to, and what would help; both "" where they can."""
     if not is_possible():
         return f"the registers of {platform.machine()} are not known to it", ""
@@ -299,15 +299,15 @@ def unattachable(proc: Path = Path("/proc")) -> tuple[str, str]:
     return "", ""
 
 
-_LIMIT_S = 2.0  # for all that is done while the thread stands still
-_MOST_TEXT = 1 << 20
+_ATTACH_TIMEOUT_S = 2.0  # for all that is done while the thread stands still
+_MAX_TEXT_BYTES = 1 << 20
 _MMAP, _MUNMAP = 9, 11  # numbers of system calls of x86-64
 _SCHED_SYSCALLS = b"\x0f\x05"  # the instruction
-_MOST_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are looked through for it
-_FILES = ("libpython", "libc.so", "libc-2")  # beside the program itself
+_MAX_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are looked through for it
+_LIBRARY_NAMES = ("libpython", "libc.so", "libc-2")  # beside the program itself
 _ADD_PENDING, _RUN = "Py_AddPendingCall", "PyRun_SimpleString"
 # Python does not expect what is scheduled to fail, and this may be where the program is to be interrupted.
-_START = """\
+_BOOTSTRAP = """\
 try:
     __import__("_thread").start_new_thread(__import__("builtins").exec, ({source}, {names}))
 except KeyboardInterrupt:
@@ -323,7 +323,7 @@ class _AttachFaultError(Exception):
         self.slug = slug
 
 
-def schedule(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, Any]:
+def inject_order(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, Any]:
     """Let a process do what an order says, once its main thread runs Python again.
 
     Args:
@@ -336,44 +336,46 @@ def schedule(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, 
     """
     try:
         if not is_possible():
-            raise _AttachFaultError(unattachable()[0], slug="not-permitted")  # noqa: TRY301
+            raise _AttachFaultError(explain_attach_refusal()[0], slug="not-permitted")  # noqa: TRY301
         _check(pid, start_ticks, order["folder"])
-        functions, instruction = _functions(pid)
+        functions, instruction = _find_python_functions(pid)
         source = Path(__file__).with_name("payload.py").read_text(encoding="utf-8")
-        size = -(-(len(_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        assert size <= _MOST_TEXT
-        with StoppedThread(pid, _LIMIT_S) as thread:
-            at = thread.system_call(
+        size = -(-(len(_build_payload_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert size <= _MAX_TEXT_BYTES
+        with StoppedThread(pid, _ATTACH_TIMEOUT_S) as thread:
+            address = thread.system_call(
                 _MMAP, instruction, 0, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
                 -1, 0,
             )  # fmt: skip
-            if at < 0:
-                raise OSError(-at, os.strerror(-at))  # noqa: TRY301
-            thread.write(at, _text(source, order, at, size))
-            if thread.function_call(functions[_ADD_PENDING], instruction, functions[_RUN], at):
-                thread.system_call(_MUNMAP, instruction, at, size)
+            if address < 0:
+                raise OSError(-address, os.strerror(-address))  # noqa: TRY301
+            thread.write(address, _build_payload_text(source, order, address, size))
+            if thread.function_call(functions[_ADD_PENDING], instruction, functions[_RUN], address):
+                thread.system_call(_MUNMAP, instruction, address, size)
                 raise OSError(errno.EBUSY, "too much is scheduled in the program already")  # noqa: TRY301
     except _AttachFaultError as fault:
-        return _fault(str(fault), slug=fault.slug)
+        return _build_fault(str(fault), slug=fault.slug)
     except (ProcessLookupError, FileNotFoundError):
-        return _fault("the process has ended", slug="exited")
+        return _build_fault("the process has ended", slug="exited")
     except PermissionError:
-        why, _ = unattachable()
-        detail = f"the kernel does not let the agent attach to process {pid}" + (f": {why}" if why else "")
-        return _fault(detail, slug="not-permitted")
+        reason, _ = explain_attach_refusal()
+        detail = f"the kernel does not let the agent attach to process {pid}" + (f": {reason}" if reason else "")
+        return _build_fault(detail, slug="not-permitted")
     except TimeoutError:
-        return _fault(f"its main thread could not be had in {_LIMIT_S:g} s, and was let go", slug="not-stopped")
+        return _build_fault(
+            f"its main thread could not be had in {_ATTACH_TIMEOUT_S:g} s, and was let go", slug="not-stopped"
+        )
     except OSError as error:
-        return _fault((error.strerror or str(error)).lower(), slug="not-permitted")
+        return _build_fault((error.strerror or str(error)).lower(), slug="not-permitted")
     else:
         return {"pause_ns": thread.pause_ns}
 
 
-def _fault(detail: str, *, slug: str) -> dict[str, Any]:
+def _build_fault(detail: str, *, slug: str) -> dict[str, Any]:
     return {"fault": slug, "detail": detail}
 
 
-def _check(pid: int, start_ticks: int, folder: str) -> None:
+def _check(pid: int, start_ticks: int, directory: str) -> None:
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     if int(fields[19]) != start_ticks or fields[0] in (b"Z", b"X"):
         raise ProcessLookupError
@@ -381,35 +383,35 @@ def _check(pid: int, start_ticks: int, folder: str) -> None:
     tracer = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("TracerPid:"))
     if tracer:
         raise _AttachFaultError(f"it is traced already, by process {tracer}", slug="traced-already")
-    inside, outside = os.stat(f"/proc/{pid}/root{folder}"), os.stat(folder)  # noqa: PTH116
-    if (inside.st_dev, inside.st_ino) != (outside.st_dev, outside.st_ino):
-        raise _AttachFaultError(f"{folder} is another directory for it", slug="not-mounted")
+    process_stat, host_stat = os.stat(f"/proc/{pid}/root{directory}"), os.stat(directory)  # noqa: PTH116
+    if (process_stat.st_dev, process_stat.st_ino) != (host_stat.st_dev, host_stat.st_ino):
+        raise _AttachFaultError(f"{directory} is another directory for it", slug="not-mounted")
 
 
-def _functions(pid: int) -> tuple[dict[str, int], int]:
+def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:
     """Where the process has Python's two functions, and an instruction for system calls."""
-    parts = [mapping for mapping in mappings(pid) if mapping.executable]
+    parts = [mapping for mapping in read_mappings(pid) if mapping.executable]
     if not any(mapping.path.rpartition("/")[2].startswith("libtorch") for mapping in parts):
         raise _AttachFaultError("it has no PyTorch", slug="no-torch")
     program = str(Path(f"/proc/{pid}/exe").readlink())
     functions: dict[str, int] = {}
     instruction = 0
     for mapping in parts:
-        if mapping.path != program and not mapping.path.rpartition("/")[2].startswith(_FILES):
+        if mapping.path != program and not mapping.path.rpartition("/")[2].startswith(_LIBRARY_NAMES):
             continue
         descriptor = open_mapped(pid, mapping)
         try:
             elf = Elf(descriptor)
-            for wanted in (_ADD_PENDING, _RUN, "syscall"):
-                function = elf.find(f"{wanted}\0")
+            for symbol in (_ADD_PENDING, _RUN, "syscall"):
+                function = elf.find(f"{symbol}\0")
                 if function is None or not 0 <= function.offset - mapping.offset < mapping.end - mapping.start:
                     continue
                 address = mapping.start + function.offset - mapping.offset
-                if wanted != "syscall":
-                    functions.setdefault(wanted, address)
+                if symbol != "syscall":
+                    functions.setdefault(symbol, address)
                 elif not instruction:
-                    at = os.pread(descriptor, _MOST_INSTRUCTIONS, function.offset).find(_SCHED_SYSCALLS)
-                    instruction = address + at if at >= 0 else 0
+                    position = os.pread(descriptor, _MAX_INSTRUCTIONS, function.offset).find(_SCHED_SYSCALLS)
+                    instruction = address + position if position >= 0 else 0
         finally:
             os.close(descriptor)
     if len(functions) < 2 or not instruction:
@@ -417,8 +419,8 @@ def _functions(pid: int) -> tuple[dict[str, int], int]:
     return functions, instruction
 
 
-def _text(source: str, order: dict[str, Any], at: int, size: int) -> bytes:
+def _build_payload_text(source: str, order: dict[str, Any], address: int, size: int) -> bytes:
     """What Python is to run: our text and, as a value in it, the order."""
-    names = {"__name__": "traceloom_attached", "ORDER": json.dumps(order | {"text_at": at, "text_bytes": size})}
+    names = {"__name__": "traceloom_attached", "ORDER": json.dumps(order | {"text_at": address, "text_bytes": size})}
     # As literals, so that nothing in a value is ever read as code.
-    return _START.format(source=ascii(source), names=ascii(names)).encode("ascii")
+    return _BOOTSTRAP.format(source=ascii(source), names=ascii(names)).encode("ascii")

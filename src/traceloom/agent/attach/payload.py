@@ -111,8 +111,8 @@ class AttachedWork:
         while True:  # until no profile of the program's own runs; one that begins from then on ends ours
             begun = self.own_begun
             runs = any(
-                type(thing) is profiler.profile and thing.entered and thing.kineto_results is None
-                for thing in gc.get_objects()
+                type(candidate) is profiler.profile and candidate.entered and candidate.kineto_results is None
+                for candidate in gc.get_objects()
             )
             with self.lock:
                 self.is_ready = not runs and begun == self.own_begun
@@ -167,13 +167,13 @@ class AttachedWork:
         """From here on a profile that the program begins ends ours before."""
         original = getattr(profiler, name)
 
-        def begin(*arguments: Any, **named: Any) -> Any:
+        def begin(*arguments: Any, **keywords: Any) -> Any:
             if os.getpid() == self.pid and threading.get_ident() != self.starter:
                 with self.lock:
                     self.own_begun += 1
                     if self.is_ready:
                         self._finish("cancelled-by-program")
-            return original(*arguments, **named)
+            return original(*arguments, **keywords)
 
         def put_back() -> None:
             if getattr(profiler, name) is begin:

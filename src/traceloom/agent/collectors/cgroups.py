@@ -16,20 +16,20 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.collectors.collector import HostCollector, read, read_if_there
-from traceloom.agent.collectors.host import TICKS_PER_S, stalls
+from traceloom.agent.collectors.host import TICKS_PER_S, parse_pressure
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Process
 
-MOST_GROUPS = 64  # about 1,400 series
-KILLS_KEPT = 1000
-KEPT_S = 60.0  # so long a group is looked at after its last process ended: it may have been killed
+MAX_GROUPS = 64  # about 1,400 series
+MAX_KILLS = 1000
+GROUP_RETENTION_S = 60.0  # so long a group is looked at after its last process ended: it may have been killed
 _UNLIMITED = 1 << 62  # version 1 spells no limit as a number near 2**63
-_PERIODS = {  # of the quota: those in which it was in force, and those in which it was used up
+_PERIOD_COUNTERS = {  # of the quota: those in which it was in force, and those in which it was used up
     ("cgroup_periods_total",): "nr_periods",
     ("cgroup_throttled_periods_total",): "nr_throttled",
 }
-_RESOURCES = ("cpu", "io", "memory")
+_PRESSURE_RESOURCES = ("cpu", "io", "memory")
 
 
 class OomKill(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class Cgroups(HostCollector):
 
     def __init__(self, config: Config, processes: Callable[[], Mapping[str, Process]]) -> None:
         super().__init__(config)
-        self.kills: deque[OomKill] = deque(maxlen=KILLS_KEPT)
+        self.kills: deque[OomKill] = deque(maxlen=MAX_KILLS)
         self.left_out = 0  # groups beyond MOST_GROUPS
         self._processes = processes
         self._hierarchies: list[Hierarchy] = []
@@ -108,18 +108,18 @@ class Cgroups(HostCollector):
             if process.cgroup:
                 members.setdefault(process.cgroup, []).append(process)
         groups: dict[str, _Group] = {}
-        for path, some in members.items():
-            jobs, uids = {process.owner.job for process in some}, {process.uid for process in some}
+        for path, processes in members.items():
+            jobs, uids = {process.owner.job for process in processes}, {process.uid for process in processes}
             groups[path] = _Group(
-                jobs.pop() if len(jobs) == 1 else "", uids.pop() if len(uids) == 1 else None, len(some), now
+                jobs.pop() if len(jobs) == 1 else "", uids.pop() if len(uids) == 1 else None, len(processes), now
             )
         for path, group in self._groups.items():
-            if now - group.seen_s < KEPT_S:
+            if now - group.seen_s < GROUP_RETENTION_S:
                 groups.setdefault(path, group)
         # Of too many: those with processes first, of them those of jobs, then the largest.
-        chosen = sorted(groups, key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes))
-        self.left_out = max(len(chosen) - MOST_GROUPS, 0)
-        self._groups = {path: groups[path] for path in chosen[:MOST_GROUPS]}
+        ordered = sorted(groups, key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes))
+        self.left_out = max(len(ordered) - MAX_GROUPS, 0)
+        self._groups = {path: groups[path] for path in ordered[:MAX_GROUPS]}
         readings = []
         counted = {}
         for path, group in self._groups.items():
@@ -130,9 +130,9 @@ class Cgroups(HostCollector):
                 if directory is None or not directory.is_dir():
                     continue
                 if not hierarchy.controllers:
-                    values = {**_version_2(directory, hierarchy.directory), **values}
+                    values = {**_read_version_2(directory, hierarchy.directory), **values}
                 else:  # who has a controller knows better than version 2 beside it
-                    values |= _version_1(directory, hierarchy.controllers)
+                    values |= _read_version_1(directory, hierarchy.controllers)
             kills = values.get(("oom_kills_total",))
             if kills is not None:
                 counted[path] = int(kills)
@@ -149,7 +149,10 @@ class Cgroups(HostCollector):
                             limit_bytes=None if limit is None else int(limit),
                         )
                     )  # fmt: skip
-            readings += [Reading(metric, (path, group.job, *more), value) for (metric, *more), value in values.items()]
+            readings += [
+                Reading(metric, (path, group.job, *extra_labels), value)
+                for (metric, *extra_labels), value in values.items()
+            ]
         self._counted = counted
         return readings
 
@@ -179,25 +182,25 @@ class Cgroups(HostCollector):
             hierarchies = []
         if not hierarchies:
             return ["control groups are not seen: mount /sys/fs/cgroup into the container of the agent"]
-        troubles = []
+        problems = []
         memory = any(
             "memory" in hierarchy.controllers or b"memory" in read_if_there(hierarchy.directory / "cgroup.controllers")
             for hierarchy in hierarchies
         )
         if not memory:
-            troubles.append(
+            problems.append(
                 "memory and kills of control groups are not counted: start the kernel with cgroup_enable=memory"
             )
         if self.left_out:
-            troubles.append(
-                f"{self.left_out} control groups are left out, beyond {MOST_GROUPS}; those of jobs come first"
+            problems.append(
+                f"{self.left_out} control groups are left out, beyond {MAX_GROUPS}; those of jobs come first"
             )
-        return troubles
+        return problems
 
 
-def _version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
+def _read_version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
     values: dict[tuple[str, ...], float] = {}
-    cpu = _pairs(directory / "cpu.stat")
+    cpu = _read_pairs(directory / "cpu.stat")
     for name, metric in (
         ("user_usec", ("cgroup_cpu_seconds_total", "user")),
         ("system_usec", ("cgroup_cpu_seconds_total", "system")),
@@ -205,67 +208,67 @@ def _version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
     ):
         if name in cpu:
             values[metric] = cpu[name] / 1e6
-    values |= _present({metric: cpu.get(name) for metric, name in _PERIODS.items()})
-    memory = _pairs(directory / "memory.stat")
-    values |= _memory(
-        _number(directory / "memory.current"), memory.get("inactive_file"),
+    values |= _drop_unknown({metric: cpu.get(name) for metric, name in _PERIOD_COUNTERS.items()})
+    memory = _read_pairs(directory / "memory.stat")
+    values |= _build_memory_values(
+        _read_number(directory / "memory.current"), memory.get("inactive_file"),
         {
-            "anonymous": memory.get("anon"), "file": _less(memory.get("file"), memory.get("shmem")),
+            "anonymous": memory.get("anon"), "file": _subtract_part(memory.get("file"), memory.get("shmem")),
             "shared": memory.get("shmem"), "kernel": memory.get("kernel"),
         },
     )  # fmt: skip
     limits = [
         limit
         for level in (directory, *directory.parents)
-        if level.is_relative_to(top) and (limit := _number(level / "memory.max")) is not None
+        if level.is_relative_to(top) and (limit := _read_number(level / "memory.max")) is not None
     ]
-    values |= _present(
+    values |= _drop_unknown(
         {
             ("cgroup_memory_limit_bytes",): min(limits, default=None),
-            ("cgroup_memory_peak_bytes",): _number(directory / "memory.peak"),
-            ("cgroup_swap_bytes",): _number(directory / "memory.swap.current"),
-            ("oom_kills_total",): _pairs(directory / "memory.events").get("oom_kill"),
+            ("cgroup_memory_peak_bytes",): _read_number(directory / "memory.peak"),
+            ("cgroup_swap_bytes",): _read_number(directory / "memory.swap.current"),
+            ("oom_kills_total",): _read_pairs(directory / "memory.events").get("oom_kill"),
         }
     )
     moved = re.findall(rb" ([rw])bytes=(\d+)", read_if_there(directory / "io.stat"))
     if (directory / "io.stat").exists():
         for letter, direction in ((b"r", "read"), (b"w", "write")):
             values["cgroup_disk_bytes_total", direction] = sum(int(size) for which, size in moved if which == letter)
-    for resource in _RESOURCES:
-        for share, waited in stalls(read_if_there(directory / f"{resource}.pressure")):
+    for resource in _PRESSURE_RESOURCES:
+        for share, waited in parse_pressure(read_if_there(directory / f"{resource}.pressure")):
             values["cgroup_pressure_seconds_total", resource, share] = waited
     return values
 
 
-def _version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[str, ...], float]:
+def _read_version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[str, ...], float]:
     values: dict[tuple[str, ...], float] = {}
     if "cpuacct" in controllers:
-        ticks = _pairs(directory / "cpuacct.stat")
+        ticks = _read_pairs(directory / "cpuacct.stat")
         for mode in ("user", "system"):
             if mode in ticks:
                 values["cgroup_cpu_seconds_total", mode] = ticks[mode] / TICKS_PER_S
     if "cpu" in controllers:
-        cpu = _pairs(directory / "cpu.stat")
+        cpu = _read_pairs(directory / "cpu.stat")
         if "throttled_time" in cpu:
             values["cgroup_throttled_seconds_total",] = cpu["throttled_time"] / 1e9
-        values |= _present({metric: cpu.get(name) for metric, name in _PERIODS.items()})
+        values |= _drop_unknown({metric: cpu.get(name) for metric, name in _PERIOD_COUNTERS.items()})
     if "memory" in controllers:
-        memory = _pairs(directory / "memory.stat")
-        values |= _memory(
-            _number(directory / "memory.usage_in_bytes"), memory.get("total_inactive_file"),
+        memory = _read_pairs(directory / "memory.stat")
+        values |= _build_memory_values(
+            _read_number(directory / "memory.usage_in_bytes"), memory.get("total_inactive_file"),
             {
                 "anonymous": memory.get("total_rss"),
-                "file": _less(memory.get("total_cache"), memory.get("total_shmem")),
-                "shared": memory.get("total_shmem"), "kernel": _number(directory / "memory.kmem.usage_in_bytes"),
+                "file": _subtract_part(memory.get("total_cache"), memory.get("total_shmem")),
+                "shared": memory.get("total_shmem"), "kernel": _read_number(directory / "memory.kmem.usage_in_bytes"),
             },
         )  # fmt: skip
         limit = memory.get("hierarchical_memory_limit", _UNLIMITED)
-        values |= _present(
+        values |= _drop_unknown(
             {
                 ("cgroup_memory_limit_bytes",): limit if limit < _UNLIMITED else None,
-                ("cgroup_memory_peak_bytes",): _number(directory / "memory.max_usage_in_bytes"),
+                ("cgroup_memory_peak_bytes",): _read_number(directory / "memory.max_usage_in_bytes"),
                 ("cgroup_swap_bytes",): memory.get("total_swap"),
-                ("oom_kills_total",): _pairs(directory / "memory.oom_control").get("oom_kill"),
+                ("oom_kills_total",): _read_pairs(directory / "memory.oom_control").get("oom_kill"),
             }
         )
     if "blkio" in controllers:
@@ -277,29 +280,31 @@ def _version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[str, 
     return values
 
 
-def _memory(used: int | None, inactive_file: int | None, states: dict[str, int | None]) -> dict[tuple[str, ...], float]:
-    working_set = _less(used, inactive_file)
-    return _present({
+def _build_memory_values(
+    used: int | None, inactive_file: int | None, states: dict[str, int | None]
+) -> dict[tuple[str, ...], float]:
+    working_set = _subtract_part(used, inactive_file)
+    return _drop_unknown({
         ("cgroup_memory_bytes",): used, ("cgroup_memory_working_set_bytes",): working_set,
         **{("cgroup_memory_state_bytes", state): size for state, size in states.items()},
     })  # fmt: skip
 
 
-def _less(whole: int | None, part: int | None) -> int | None:
+def _subtract_part(total: int | None, part: int | None) -> int | None:
     """Counters of memory lag behind each other, so a rest may come out below nothing."""
-    return None if whole is None or part is None else max(whole - part, 0)
+    return None if total is None or part is None else max(total - part, 0)
 
 
-def _present(values: dict[tuple[str, ...], int | None]) -> dict[tuple[str, ...], float]:
+def _drop_unknown(values: dict[tuple[str, ...], int | None]) -> dict[tuple[str, ...], float]:
     return {metric: value for metric, value in values.items() if value is not None}
 
 
-def _pairs(path: Path) -> dict[str, int]:
+def _read_pairs(path: Path) -> dict[str, int]:
     return {
         name.decode(): int(number) for name, number in re.findall(rb"^(\S+) (\d+)$", read_if_there(path), re.MULTILINE)
     }
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     text = read_if_there(path).strip()
     return int(text) if text.isdigit() else None

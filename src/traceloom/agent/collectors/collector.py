@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from traceloom.agent.config import Config
-from traceloom.agent.metrics import Histogram, Reading
+from traceloom.agent.metrics import HistogramReading, Reading
 
 
 class Collector(Protocol):
@@ -18,7 +18,7 @@ class Collector(Protocol):
     period_s: float
     timeout_s: float
 
-    def collect(self) -> Sequence[Reading | Histogram]:
+    def collect(self) -> Sequence[Reading | HistogramReading]:
         """Look.
 
         Raises:
@@ -46,8 +46,8 @@ class HostCollector:
         self.view = self.proc / ("self" if config.collect.proc == "/proc" else "1")
 
 
-def read(path: str | os.PathLike[str], most: int = 1 << 20) -> bytes:
-    """The first `most` bytes of a file of the kernel, which gives less than was asked for per call.
+def read(path: str | os.PathLike[str], limit: int = 1 << 20) -> bytes:
+    """The first `limit` bytes of a file of the kernel, which gives less than was asked for per call.
 
     Raises:
         OSError: It is not there, is not ours to read, or its process ended.
@@ -55,9 +55,9 @@ def read(path: str | os.PathLike[str], most: int = 1 << 20) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         parts = []
-        while most > 0 and (part := os.read(descriptor, min(most, 1 << 18))):
+        while limit > 0 and (part := os.read(descriptor, min(limit, 1 << 18))):
             parts.append(part)
-            most -= len(part)
+            limit -= len(part)
     finally:
         os.close(descriptor)
     return b"".join(parts)
@@ -71,8 +71,22 @@ def read_if_there(path: str | os.PathLike[str]) -> bytes:
         return b""
 
 
-def host_collectors(config: Config) -> list[Collector]:
+def create_host_collectors(config: Config) -> list[Collector]:
     """All that look at the host itself; that of processes is made where owners are known."""
-    from traceloom.agent.collectors.host import Cpu, Disks, HostMemory, Network, Pressure, Rdma
+    from traceloom.agent.collectors.host import (
+        CpuCollector,
+        DiskCollector,
+        MemoryCollector,
+        NetworkCollector,
+        PressureCollector,
+        RdmaCollector,
+    )
 
-    return [Cpu(config), HostMemory(config), Pressure(config), Disks(config), Network(config), Rdma(config)]
+    return [
+        CpuCollector(config),
+        MemoryCollector(config),
+        PressureCollector(config),
+        DiskCollector(config),
+        NetworkCollector(config),
+        RdmaCollector(config),
+    ]

@@ -10,10 +10,10 @@ from traceloom.agent.collectors.collector import HostCollector, read, read_if_th
 from traceloom.agent.metrics import Reading
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_MODES = ("user", "nice", "system", "idle", "iowait", "interrupt", "softirq", "steal")
+_CPU_MODES = ("user", "nice", "system", "idle", "iowait", "interrupt", "softirq", "steal")
 
 
-class Cpu(HostCollector):
+class CpuCollector(HostCollector):
     """Reads /proc/stat and /proc/loadavg. Time of guests is in `user` and `nice` already."""
 
     name = "cpu"
@@ -23,13 +23,13 @@ class Cpu(HostCollector):
         lines = read(self.proc / "stat").split(b"\n")
         ticks = [int(word) for word in lines[0].split()[1:]]
         readings = [
-            Reading("host_cpu_seconds_total", (mode,), spent / TICKS_PER_S)
-            for mode, spent in zip(_MODES, ticks, strict=False)
+            Reading("host_cpu_seconds_total", (mode,), ticks_in_mode / TICKS_PER_S)
+            for mode, ticks_in_mode in zip(_CPU_MODES, ticks, strict=False)
         ]
-        processors = sum(line.startswith(b"cpu") for line in lines) - 1
-        if processors:
+        cpu_count = sum(line.startswith(b"cpu") for line in lines) - 1
+        if cpu_count:
             load = float(read(self.proc / "loadavg").split()[0])
-            readings.append(Reading("host_load_ratio", (), load / processors))
+            readings.append(Reading("host_load_ratio", (), load / cpu_count))
         return readings
 
     def trouble(self) -> list[str]:
@@ -38,13 +38,13 @@ class Cpu(HostCollector):
 
 
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own are
-_MOST_MOUNTS = 64
-_NO_DISK = re.compile(r"(?:loop|ram|zram|sr|fd|dm-|md)\d*")  # parts of others, or made up
+_MAX_MOUNTS = 64
+_VIRTUAL_DISK_PATTERN = re.compile(r"(?:loop|ram|zram|sr|fd|dm-|md)\d*")  # parts of others, or made up
 # Of this host: asking a remote one for its space may hang for as long as its server does.
-_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
+_LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
 
 
-class Disks(HostCollector):
+class DiskCollector(HostCollector):
     """Reads /proc/diskstats and the mounted file systems; of remote ones no space is asked for, as it may hang."""
 
     name = "disks"
@@ -53,34 +53,42 @@ class Disks(HostCollector):
         """Whole disks, without partitions; each device's file system once."""
         readings = []
         for line in read(self.proc / "diskstats").decode().splitlines():
-            words = line.split()
-            if len(words) < 14 or _NO_DISK.fullmatch(words[2]) or not (self.sys / "block" / words[2]).exists():
+            fields = line.split()
+            if (
+                len(fields) < 14
+                or _VIRTUAL_DISK_PATTERN.fullmatch(fields[2])
+                or not (self.sys / "block" / fields[2]).exists()
+            ):
                 continue
-            disk, numbers = words[2], [int(word) for word in words[3:]]
+            disk, counters = fields[2], [int(word) for word in fields[3:]]
             readings += [
-                Reading("host_disk_bytes_total", (disk, "read"), numbers[2] * _SECTOR_BYTES),
-                Reading("host_disk_bytes_total", (disk, "write"), numbers[6] * _SECTOR_BYTES),
-                Reading("host_disk_operations_total", (disk, "read"), numbers[0]),
-                Reading("host_disk_operations_total", (disk, "write"), numbers[4]),
-                Reading("host_disk_busy_seconds_total", (disk,), numbers[9] / 1000),
+                Reading("host_disk_bytes_total", (disk, "read"), counters[2] * _SECTOR_BYTES),
+                Reading("host_disk_bytes_total", (disk, "write"), counters[6] * _SECTOR_BYTES),
+                Reading("host_disk_operations_total", (disk, "read"), counters[0]),
+                Reading("host_disk_operations_total", (disk, "write"), counters[4]),
+                Reading("host_disk_busy_seconds_total", (disk,), counters[9] / 1000),
             ]
-        seen: set[str] = set()
+        seen_devices: set[str] = set()
         for line in read(self.view / "mounts").decode(errors="replace").splitlines():
             device, mount, kind, *_ = line.split()
-            if kind not in _FILE_SYSTEMS or device in seen or len(seen) >= _MOST_MOUNTS:
+            if kind not in _LOCAL_FILE_SYSTEMS or device in seen_devices or len(seen_devices) >= _MAX_MOUNTS:
                 continue
-            seen.add(device)
+            seen_devices.add(device)
             mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount)
             try:
-                space = os.statvfs(f"{self.view}/root{mount}" if self.view.name == "1" else mount)
+                file_system = os.statvfs(f"{self.view}/root{mount}" if self.view.name == "1" else mount)
             except OSError:  # it was unmounted meanwhile, or is another user's
                 continue
-            block = space.f_frsize
+            block_size = file_system.f_frsize
             readings += [
-                Reading("host_filesystem_bytes", (mount, "used"), (space.f_blocks - space.f_bfree) * block),
-                Reading("host_filesystem_bytes", (mount, "free"), space.f_bavail * block),
                 Reading(
-                    "host_filesystem_bytes", (mount, "reserved"), (space.f_bfree - space.f_bavail) * space.f_frsize
+                    "host_filesystem_bytes", (mount, "used"), (file_system.f_blocks - file_system.f_bfree) * block_size
+                ),
+                Reading("host_filesystem_bytes", (mount, "free"), file_system.f_bavail * block_size),
+                Reading(
+                    "host_filesystem_bytes",
+                    (mount, "reserved"),
+                    (file_system.f_bfree - file_system.f_bavail) * file_system.f_frsize,
                 ),
             ]
         return readings
@@ -90,7 +98,7 @@ class Disks(HostCollector):
         return []
 
 
-class HostMemory(HostCollector):
+class MemoryCollector(HostCollector):
     """Reads /proc/meminfo, and `oom_kill` of /proc/vmstat (since Linux 4.13)."""
 
     name = "memory"
@@ -111,37 +119,43 @@ class HostMemory(HostCollector):
                 Reading("host_swap_bytes", ("used",), swapped),
                 Reading("host_swap_bytes", ("free",), sizes["SwapFree"]),
             ]
-        if (kills := self._kills()) is not None:
+        if (kills := self._read_oom_kills()) is not None:
             readings.append(Reading("oom_kills_total", ("", ""), kills))
         return readings
 
     def trouble(self) -> list[str]:
         """Kernels that do not count kills."""
-        if self._kills() is not None:
+        if self._read_oom_kills() is not None:
             return []
         return ["kills for want of memory are not counted: no `oom_kill` in /proc/vmstat (Linux 4.13 or later has it)"]
 
-    def _kills(self) -> int | None:
+    def _read_oom_kills(self) -> int | None:
         lines = read_if_there(self.proc / "vmstat").splitlines()  # in some sandboxes it is not there
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
 
-_MOST_INTERFACES = 64
-_COLUMNS = {  # of /proc/net/dev: metric -> columns of what was received and sent
+_MAX_INTERFACES = 64
+_NETWORK_COLUMNS = {  # of /proc/net/dev: metric -> columns of what was received and sent
     "host_network_bytes_total": (0, 8),
     "host_network_packets_total": (1, 9),
     "host_network_errors_total": (2, 10),
     "host_network_dropped_total": (3, 11),
 }
 # File below `counters` -> what it counts. Data are counted in words of four bytes.
-_WORD_BYTES = 4
-_DATA = {"port_rcv_data": "receive", "port_xmit_data": "transmit"}
-_PACKETS = {"port_rcv_packets": "receive", "port_xmit_packets": "transmit"}
-_ERRORS = ("port_rcv_errors", "port_xmit_discards", "symbol_error", "link_downed", "port_xmit_wait")
-_CONGESTION = ("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets", "out_of_sequence", "packet_seq_err")
+_RDMA_WORD_BYTES = 4
+_RDMA_BYTE_COUNTERS = {"port_rcv_data": "receive", "port_xmit_data": "transmit"}
+_RDMA_PACKET_COUNTERS = {"port_rcv_packets": "receive", "port_xmit_packets": "transmit"}
+_RDMA_ERROR_COUNTERS = ("port_rcv_errors", "port_xmit_discards", "symbol_error", "link_downed", "port_xmit_wait")
+_RDMA_CONGESTION_COUNTERS = (
+    "np_cnp_sent",
+    "rp_cnp_handled",
+    "np_ecn_marked_roce_packets",
+    "out_of_sequence",
+    "packet_seq_err",
+)
 
 
-class Network(HostCollector):
+class NetworkCollector(HostCollector):
     """Reads /proc/net/dev of the host: interfaces of hardware, and bonds; not those that containers hang on."""
 
     name = "network"
@@ -151,22 +165,22 @@ class Network(HostCollector):
         readings: list[Reading] = []
         lines = read(self.view / "net" / "dev").decode(errors="replace").splitlines()[2:]
         interfaces = [
-            (name.strip(), rest.split()) for name, colon, rest in (line.partition(":") for line in lines) if colon
+            (name.strip(), columns.split()) for name, colon, columns in (line.partition(":") for line in lines) if colon
         ]
         # What leaves the host, and is not counted by another one too; in a container the only interfaces are virtual.
         net = self.sys / "class" / "net"
-        all_count = not any((entry / "device").exists() for entry in net.glob("*"))
-        chosen = [
+        counts_all_interfaces = not any((entry / "device").exists() for entry in net.glob("*"))
+        counted_interfaces = [
             row
             for row in interfaces
             if row[0] != "lo"
-            and (all_count or (net / row[0] / "device").exists() or (net / row[0] / "bonding").exists())
+            and (counts_all_interfaces or (net / row[0] / "device").exists() or (net / row[0] / "bonding").exists())
         ]
-        for name, numbers in chosen[:_MOST_INTERFACES]:
-            for metric, (received, sent) in _COLUMNS.items():
+        for name, counters in counted_interfaces[:_MAX_INTERFACES]:
+            for metric, (received, sent) in _NETWORK_COLUMNS.items():
                 readings += [
-                    Reading(metric, (name, "receive"), int(numbers[received])),
-                    Reading(metric, (name, "transmit"), int(numbers[sent])),
+                    Reading(metric, (name, "receive"), int(counters[received])),
+                    Reading(metric, (name, "transmit"), int(counters[sent])),
                 ]
         return readings
 
@@ -175,7 +189,7 @@ class Network(HostCollector):
         return []
 
 
-class Rdma(HostCollector):
+class RdmaCollector(HostCollector):
     """Reads /sys/class/infiniband: InfiniBand and RoCE."""
 
     name = "rdma"
@@ -184,21 +198,29 @@ class Rdma(HostCollector):
         """Every port of every device."""
         readings: list[Reading] = []
         for port in sorted((self.sys / "class" / "infiniband").glob("*/ports/*")):
-            of = (port.parent.parent.name, port.name)
+            port_labels = (port.parent.parent.name, port.name)
             state = read_if_there(port / "state").strip()
             if state:
-                readings.append(Reading("rdma_port_up", of, float(b"ACTIVE" in state)))
+                readings.append(Reading("rdma_port_up", port_labels, float(b"ACTIVE" in state)))
             for directory in ("counters", "hw_counters"):
                 for file in sorted((port / directory).glob("*")):
-                    number = read_if_there(file).strip()  # counters of some ports say nothing
-                    if not number.isdigit():
+                    value = read_if_there(file).strip()  # counters of some ports say nothing
+                    if not value.isdigit():
                         continue
-                    if file.name in _DATA:
-                        readings.append(Reading("rdma_bytes_total", (*of, _DATA[file.name]), int(number) * _WORD_BYTES))
-                    elif file.name in _PACKETS:
-                        readings.append(Reading("rdma_packets_total", (*of, _PACKETS[file.name]), int(number)))
-                    elif file.name in (*_ERRORS, *_CONGESTION):
-                        readings.append(Reading("rdma_errors_total", (*of, file.name), int(number)))
+                    if file.name in _RDMA_BYTE_COUNTERS:
+                        readings.append(
+                            Reading(
+                                "rdma_bytes_total",
+                                (*port_labels, _RDMA_BYTE_COUNTERS[file.name]),
+                                int(value) * _RDMA_WORD_BYTES,
+                            )
+                        )
+                    elif file.name in _RDMA_PACKET_COUNTERS:
+                        readings.append(
+                            Reading("rdma_packets_total", (*port_labels, _RDMA_PACKET_COUNTERS[file.name]), int(value))
+                        )
+                    elif file.name in (*_RDMA_ERROR_COUNTERS, *_RDMA_CONGESTION_COUNTERS):
+                        readings.append(Reading("rdma_errors_total", (*port_labels, file.name), int(value)))
         return readings
 
     def trouble(self) -> list[str]:
@@ -206,11 +228,11 @@ class Rdma(HostCollector):
         return []
 
 
-_RESOURCES = ("cpu", "io", "memory")
-_LINE = re.compile(rb"^(some|full) .*total=(\d+)", re.MULTILINE)
+_PRESSURE_RESOURCES = ("cpu", "io", "memory")
+_PRESSURE_LINE_PATTERN = re.compile(rb"^(some|full) .*total=(\d+)", re.MULTILINE)
 
 
-class Pressure(HostCollector):
+class PressureCollector(HostCollector):
     """Reads /proc/pressure, in microseconds since boot; since Linux 4.20, where it is switched on."""
 
     name = "pressure"
@@ -218,13 +240,14 @@ class Pressure(HostCollector):
     def collect(self) -> list[Reading]:
         """Of each resource the time in which some, and in which all tasks waited."""
         readings = []
-        for resource in _RESOURCES:
+        for resource in _PRESSURE_RESOURCES:
             try:
                 text = read(self.proc / "pressure" / resource)
             except OSError:  # said by `trouble`; EOPNOTSUPP where it is switched off
                 continue
             readings += [
-                Reading("host_pressure_seconds_total", (resource, share), waited) for share, waited in stalls(text)
+                Reading("host_pressure_seconds_total", (resource, share), stalled_seconds)
+                for share, stalled_seconds in parse_pressure(text)
             ]
         return readings
 
@@ -237,7 +260,7 @@ class Pressure(HostCollector):
         return []
 
 
-def stalls(text: bytes) -> Iterator[tuple[str, float]]:
+def parse_pressure(text: bytes) -> Iterator[tuple[str, float]]:
     """`some` and `full` of a file of pressure, in seconds."""
-    for share, waited in _LINE.findall(text):
-        yield share.decode(), int(waited) / 1e6
+    for share, stalled_us in _PRESSURE_LINE_PATTERN.findall(text):
+        yield share.decode(), int(stalled_us) / 1e6

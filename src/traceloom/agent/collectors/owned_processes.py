@@ -9,18 +9,18 @@ from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.collectors.collector import Collector
 from traceloom.agent.collectors.processes import Processes
 from traceloom.agent.config import Config
-from traceloom.agent.flops import declared_types
+from traceloom.agent.flops import parse_declared_types
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.ownership.environment import DTYPE, INPUT_BYTES, LISTED, PREFIXES
-from traceloom.agent.ownership.model import Process, Share, masked, shares
-from traceloom.agent.ownership.resolver import OwnerFinder
-from traceloom.agent.steps import Steps
-from traceloom.agent.topline import JobNow, TracedFacts
+from traceloom.agent.ownership.environment import DTYPE_VARIABLE, INPUT_BYTES_VARIABLE, LISTED_VARIABLES, PREFIXES
+from traceloom.agent.ownership.model import Process, Share, compute_shares, mask_secrets
+from traceloom.agent.ownership.resolver import OwnerResolver
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.topline import JobTick, TracedFacts
 
-_COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
+_MAX_COMMAND_CHARS = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
 
 
-class OwnedProcesses:
+class OwnedProcessCollector:
     """A collector: `owned` has the processes that matter, `shares` whose part of a device is how large.
 
     Args:
@@ -31,10 +31,10 @@ class OwnedProcesses:
     name = "processes"
 
     def __init__(self, config: Config, accelerators: AcceleratorCollector) -> None:
-        self.looked_at = Processes(config, LISTED, PREFIXES)
+        self.looked_at = Processes(config, LISTED_VARIABLES, PREFIXES)
         self.period_s = self.looked_at.period_s
         self.timeout_s = self.looked_at.timeout_s
-        self.finder = OwnerFinder(config)
+        self.finder = OwnerResolver(config)
         self.collectors: list[Collector] = [self, self.finder.framework_versions]
         self.collectors += [self.finder.kubelet] if config.owners.kubelet else []
         self.collectors += [self.finder.job_mapping] if config.owners.job_mapping else []
@@ -56,14 +56,14 @@ class OwnedProcesses:
             if user.pid in keys:
                 used.setdefault(keys[user.pid], []).append(user.device)
         owners = self.finder.owners(facts, list(self._accelerators.devices.values()), used)
-        self.shares = shares(on_devices, keys)
+        self.shares = compute_shares(on_devices, keys)
         self.owned = {
             key: Process(
-                key=key, pid=of.pid, start_ticks=of.start_ticks, started_ns=of.started_ns, parent_pid=of.parent_pid,
-                uid=of.uid, command=masked(of.command), cgroup=of.cgroup, declared=of.environment, owner=owners[key],
-                state=of.state, unreadable=of.unreadable, devices=tuple(dict.fromkeys(used.get(key, ()))),
+                key=key, pid=process_facts.pid, start_ticks=process_facts.start_ticks, started_ns=process_facts.started_ns, parent_pid=process_facts.parent_pid,
+                uid=process_facts.uid, command=mask_secrets(process_facts.command), cgroup=process_facts.cgroup, declared=process_facts.environment, owner=owners[key],
+                state=process_facts.state, unreadable=process_facts.unreadable, devices=tuple(dict.fromkeys(used.get(key, ()))),
             )
-            for key, of in facts.items()
+            for key, process_facts in facts.items()
         }  # fmt: skip
         for process in self.owned.values():
             owner = process.owner
@@ -74,20 +74,24 @@ class OwnedProcesses:
                 "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": rank,
                 "local_rank": local_rank, "world_size": world_size, "user": owner.user,
                 "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
-                "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
+                "framework": owner.framework, "command": process.command[:_MAX_COMMAND_CHARS],
             }  # fmt: skip
             labels = tuple(values[label] for label in METRICS["process_info"].labels)
             readings.append(Reading("process_info", labels, 1.0))
         readings += (
-            Reading("process_gpu_memory_bytes", (keys.get(each.pid, f"{each.pid}@"), each.device), each.memory_bytes)
-            for each in on_devices
-            if each.memory_bytes is not None
+            Reading(
+                "process_gpu_memory_bytes",
+                (keys.get(device_process.pid, f"{device_process.pid}@"), device_process.device),
+                device_process.memory_bytes,
+            )
+            for device_process in on_devices
+            if device_process.memory_bytes is not None
         )
         readings += (
             Reading("process_gpu_share_ratio", (process, device), share.part)
             for (device, process), share in self.shares.items()
         )
-        readings += _jobs(self.owned.values())
+        readings += _build_job_readings(self.owned.values())
         return readings
 
     def trouble(self) -> list[str]:
@@ -95,52 +99,58 @@ class OwnedProcesses:
         return self.looked_at.trouble()
 
 
-def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
+def _build_job_readings(processes: Iterable[Process]) -> Iterator[Reading]:
     members: dict[str, list[Process]] = {}
     for process in processes:
         if process.owner.job:
             members.setdefault(process.owner.job, []).append(process)
-    for job, some in members.items():
+    for job, job_processes in members.items():
         # Of a launcher and its ranks the ranks know most.
-        owner = max((process.owner for process in some), key=lambda owner: len(owner.sources))
+        owner = max((process.owner for process in job_processes), key=lambda owner: len(owner.sources))
         values = {
             "job": job, "name": owner.name, "scheduler": owner.scheduler, "user": owner.user, "account": owner.account,
             "partition": owner.partition, "namespace": owner.namespace, "framework": owner.framework,
             "world_size": "" if owner.world_size is None else str(owner.world_size),
         }  # fmt: skip
         yield Reading("job_info", tuple(values[label] for label in METRICS["job_info"].labels), 1.0)
-        yield Reading("job_processes", (job,), len(some))
+        yield Reading("job_processes", (job,), len(job_processes))
 
 
-def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, TracedFacts]) -> list[JobNow]:
+def collect_jobs(processes: Iterable[Process], steps: StepCounter, facts: Mapping[str, TracedFacts]) -> list[JobTick]:
     """The jobs that these processes make up; processes of no job are those of the job "". `facts`: of their traces."""
     members: dict[str, list[Process]] = {}
     for process in processes:
         members.setdefault(process.owner.job, []).append(process)
     jobs = []
-    for job, some in members.items():
-        taken = [number for process in some if (number := steps.take(process.key)) is not None]
-        rates = [rate for process in some if (rate := steps.per_second(process.key)) is not None]
-        inputs = [size for process in some if (size := _number(process.declared.get(INPUT_BYTES, ""))) is not None]
-        types = {process.declared[DTYPE] for process in some if DTYPE in process.declared}
+    for job, job_processes in members.items():
+        step_counts = [number for process in job_processes if (number := steps.take(process.key)) is not None]
+        rates = [rate for process in job_processes if (rate := steps.per_second(process.key)) is not None]
+        inputs = [
+            size
+            for process in job_processes
+            if (size := _parse_declared_number(process.declared.get(INPUT_BYTES_VARIABLE, ""))) is not None
+        ]
+        types = {process.declared[DTYPE_VARIABLE] for process in job_processes if DTYPE_VARIABLE in process.declared}
         jobs.append(
-            JobNow(
+            JobTick(
                 job=job,
-                processes=tuple(process.key for process in some),
+                processes=tuple(process.key for process in job_processes),
                 devices=tuple(
-                    dict.fromkeys(uuid for process in some for uuid in (*process.devices, *process.owner.devices))
+                    dict.fromkeys(
+                        uuid for process in job_processes for uuid in (*process.devices, *process.owner.devices)
+                    )
                 ),
-                steps=sum(taken) if taken else None,
+                steps=sum(step_counts) if step_counts else None,
                 steps_per_second=sum(rates) if rates else None,
                 input_bytes_per_step=inputs[0] if inputs else None,
-                declared_types=declared_types(types.pop()) if len(types) == 1 else None,
+                declared_types=parse_declared_types(types.pop()) if len(types) == 1 else None,
                 facts=facts.get(job, TracedFacts()),
             )
         )
     return jobs
 
 
-def _number(text: str) -> float | None:
+def _parse_declared_number(text: str) -> float | None:
     """A finite number from 0 on, as a job declares it; None for anything else."""
     try:
         number = float(text)

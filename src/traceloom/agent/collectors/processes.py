@@ -18,19 +18,19 @@ import msgspec
 from traceloom.agent.collectors.collector import HostCollector, read
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
-from traceloom.system.units import count_of
+from traceloom.system.units import format_quantity
 
-MOST_PROCESSES = 512  # that are kept: about 3,000 series
-YOUNG_S = 120.0
+MAX_PROCESSES = 512  # that are kept: about 3,000 series
+YOUNG_PROCESS_S = 120.0
 """So long a process is looked at each time: it loads its framework, is moved to its cgroup, starts others."""
-TURN_S = 10.0  # older ones take turns, this often
-TURNS = 16
-MOST_PER_TURN = 256
+RESCAN_PERIOD_S = 10.0  # older ones take turns, this often
+RESCAN_GROUPS = 16
+MAX_RESCANS_PER_TURN = 256
 OLD_TICKS_S = 0.5  # an old one that has not computed this long since has not loaded a framework
-MOST_COMMAND = 32 << 10  # bytes of a command line that are read
-MOST_ENVIRONMENT = 2 << 20
-MOST_MAPS = 16 << 20
-MOST_LETTERS = 4096  # of a variable that is kept: lists of devices are long
+MAX_COMMAND_BYTES = 32 << 10  # bytes of a command line that are read
+MAX_ENVIRONMENT_BYTES = 2 << 20
+MAX_MAPS_BYTES = 16 << 20
+MAX_CHARS = 4096  # of a variable that is kept: lists of devices are long
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -40,7 +40,7 @@ JOB_VARIABLES = frozenset({
     "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID", "JOB_COMPLETION_INDEX", "TRACELOOM_JOB",
 })  # fmt: skip
 _PF_KTHREAD = 0x00200000
-_WORDS = {"environ": "environment", "maps": "libraries", "cmdline": "command"}
+_FILE_CONTENTS = {"environ": "environment", "maps": "libraries", "cmdline": "command"}
 _LIBRARIES = {
     "pytorch": re.compile(rb"/[^\n]*/lib(?:torch_cpu|c10)\.so[^\n]*"),
     "jax": re.compile(rb"/[^\n]*(?:/jaxlib/|/xla_extension)[^\n]*"),
@@ -105,7 +105,7 @@ class _Stat(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
 
-class _Look(msgspec.Struct):
+class _ProcessScan(msgspec.Struct):
     """What was seen of a pid. `facts`: None of a process that does not matter."""
 
     inode: int = 0
@@ -137,9 +137,9 @@ class Processes(HostCollector):
         )
         self._listed = self._job_variables.union(listed, config.owners.variables)
         self._prefixes = prefixes
-        self._looks: dict[int, _Look] = {}
+        self._looks: dict[int, _ProcessScan] = {}
         self._turn = 0
-        self._turn_at = -TURN_S
+        self._turn_at = -RESCAN_PERIOD_S
 
     def collect(self) -> list[Reading]:
         """Look at all; new ones for which half of the time-out is not enough wait for the next run.
@@ -151,37 +151,37 @@ class Processes(HostCollector):
             inodes = {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
         now = time.monotonic()
         booted_ns = time.time_ns() - int(float(read(f"{self.proc}/uptime").split()[0]) * 1e9)
-        turns = max(TURNS, len(inodes) // MOST_PER_TURN + 1)
-        turn = -1
-        if now - self._turn_at >= TURN_S:
-            turn = self._turn = (self._turn + 1) % turns
+        group_count = max(RESCAN_GROUPS, len(inodes) // MAX_RESCANS_PER_TURN + 1)
+        rescan_group = -1
+        if now - self._turn_at >= RESCAN_PERIOD_S:
+            rescan_group = self._turn = (self._turn + 1) % group_count
             self._turn_at = now
-        current: dict[int, _Look] = {}
+        current: dict[int, _ProcessScan] = {}
         waiting = 0
         for pid, inode in inodes.items():
-            look = self._looks.get(pid)
-            if look is None or (look.inode != inode and look.facts is None):
-                look = _Look()  # it may be another process that began in the same tick of the clock
+            scan = self._looks.get(pid)
+            if scan is None or (scan.inode != inode and scan.facts is None):
+                scan = _ProcessScan()  # it may be another process that began in the same tick of the clock
             urgent = pid in self.device_pids
-            if look.ticks < 0 and not urgent and time.monotonic() > now + self.timeout_s / 2:
+            if scan.ticks < 0 and not urgent and time.monotonic() > now + self.timeout_s / 2:
                 waiting += 1
                 continue
-            its_turn = pid % turns == turn
-            if look.inode != inode or look.facts or urgent or its_turn or now < look.young_until:
+            its_turn = pid % group_count == rescan_group
+            if scan.inode != inode or scan.facts or urgent or its_turn or now < scan.young_until:
                 try:
-                    self._look(pid, look, booted_ns, now, its_turn)
+                    self._look(pid, scan, booted_ns, now, its_turn)
                 except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                     continue
                 except PermissionError:  # hidden
-                    look.facts, look.ticks, look.denied = None, 0, True
-                look.inode = inode
-            current[pid] = look
+                    scan.facts, scan.ticks, scan.denied = None, 0, True
+                scan.inode = inode
+            current[pid] = scan
         self._looks, self.waiting = current, waiting
-        matter = [look.facts for look in current.values() if look.facts]
-        if len(matter) > MOST_PROCESSES:
+        matter = [scan.facts for scan in current.values() if scan.facts]
+        if len(matter) > MAX_PROCESSES:
             matter.sort(key=lambda facts: (facts.pid not in self.device_pids, not facts.frameworks, facts.pid))
-        self.left_out = max(len(matter) - MOST_PROCESSES, 0)
-        self.processes = {facts.key: facts for facts in matter[:MOST_PROCESSES]}
+        self.left_out = max(len(matter) - MAX_PROCESSES, 0)
+        self.processes = {facts.key: facts for facts in matter[:MAX_PROCESSES]}
         readings: list[Reading] = []
         for facts in self.processes.values():
             readings += (
@@ -197,44 +197,44 @@ class Processes(HostCollector):
                 )
         return readings
 
-    def _look(self, pid: int, look: _Look, booted_ns: int, now: float, its_turn: bool) -> None:
-        """Bring `look` up to date: the numbers always, the rest when it may have changed."""
+    def _look(self, pid: int, scan: _ProcessScan, booted_ns: int, now: float, its_turn: bool) -> None:
+        """Bring `scan` up to date: the numbers always, the rest when it may have changed."""
         directory = f"{self.proc}/{pid}"
         stat = _Stat.read(directory)
         ticks = stat.user_ticks + stat.system_ticks
-        if stat.start_ticks != look.start_ticks:  # another process of the same pid
-            look.start_ticks, look.ticks, look.facts = stat.start_ticks, -1, None
+        if stat.start_ticks != scan.start_ticks:  # another process of the same pid
+            scan.start_ticks, scan.ticks, scan.facts = stat.start_ticks, -1, None
             started_s = booted_ns / 1e9 + stat.start_ticks / TICKS_PER_S
-            look.young_until = now + YOUNG_S - max(time.time() - started_s, 0.0)
+            scan.young_until = now + YOUNG_PROCESS_S - max(time.time() - started_s, 0.0)
         if stat.kernel:
-            look.ticks, look.young_until = ticks, 0.0
+            scan.ticks, scan.young_until = ticks, 0.0
             return
-        young = now < look.young_until
+        young = now < scan.young_until
         due = (
-            look.ticks < 0
-            or stat.name != look.name  # it runs another program
-            or (young and ticks > look.ticks)
-            or (its_turn and ticks >= look.ticks + OLD_TICKS_S * TICKS_PER_S)
-            or (look.facts is None and pid in self.device_pids)
+            scan.ticks < 0
+            or stat.name != scan.name  # it runs another program
+            or (young and ticks > scan.ticks)
+            or (its_turn and ticks >= scan.ticks + OLD_TICKS_S * TICKS_PER_S)
+            or (scan.facts is None and pid in self.device_pids)
         )
-        if due and stat.state == "D" and (look.facts or pid not in self.device_pids):
+        if due and stat.state == "D" and (scan.facts or pid not in self.device_pids):
             # Its memory may be locked for as long as it waits, and whoever reads it then waits as well: later.
-            look.young_until = max(look.young_until, now + 2 * TURN_S)
-        elif due and (stat.resident_pages or look.facts is None):
-            look.facts = self._examine(pid, directory, stat, booted_ns, look)
-            look.ticks, look.name = -1 if stat.state == "D" or (young and look.beginning) else ticks, stat.name
-        if look.facts is None:
+            scan.young_until = max(scan.young_until, now + 2 * RESCAN_PERIOD_S)
+        elif due and (stat.resident_pages or scan.facts is None):
+            scan.facts = self._examine(pid, directory, stat, booted_ns, scan)
+            scan.ticks, scan.name = -1 if stat.state == "D" or (young and scan.beginning) else ticks, stat.name
+        if scan.facts is None:
             return
-        if not self._matters(pid, look.facts.frameworks, look.facts.environment):
-            look.facts = None
+        if not self._matters(pid, scan.facts.frameworks, scan.facts.environment):
+            scan.facts = None
             return
         try:
             pairs = (line.split(b": ") for line in read(f"{directory}/io").splitlines())
             io = {name: int(value) for name, value in pairs}
         except PermissionError:
             io = {}
-        look.facts = msgspec.structs.replace(
-            look.facts, state=stat.state, parent_pid=stat.parent_pid, cpu_user_s=stat.user_ticks / TICKS_PER_S,
+        scan.facts = msgspec.structs.replace(
+            scan.facts, state=stat.state, parent_pid=stat.parent_pid, cpu_user_s=stat.user_ticks / TICKS_PER_S,
             cpu_system_s=stat.system_ticks / TICKS_PER_S, resident_bytes=stat.resident_pages * PAGE_BYTES,
             threads=stat.threads, read_bytes=io.get(b"read_bytes"), written_bytes=io.get(b"write_bytes"),
         )  # fmt: skip
@@ -242,26 +242,32 @@ class Processes(HostCollector):
     def _matters(self, pid: int, frameworks: dict[str, str], environment: dict[str, str]) -> bool:
         return bool(frameworks) or pid in self.device_pids or not self._job_variables.isdisjoint(environment)
 
-    def _examine(self, pid: int, directory: str, stat: _Stat, booted_ns: int, look: _Look) -> ProcessFacts | None:
+    def _examine(
+        self, pid: int, directory: str, stat: _Stat, booted_ns: int, scan: _ProcessScan
+    ) -> ProcessFacts | None:
         """What does not change from one second to the next; None of a process that does not matter."""
         unreadable = []
-        look.denied = False
+        scan.denied = False
         contents = {"environ": b"", "maps": b"", "cmdline": b""}
-        for name, most in (("environ", MOST_ENVIRONMENT), ("maps", MOST_MAPS), ("cmdline", MOST_COMMAND)):
+        for name, limit in (
+            ("environ", MAX_ENVIRONMENT_BYTES),
+            ("maps", MAX_MAPS_BYTES),
+            ("cmdline", MAX_COMMAND_BYTES),
+        ):
             if stat.state == "D":
-                unreadable.append(f"{_WORDS[name]}: it waits in the kernel")
+                unreadable.append(f"{_FILE_CONTENTS[name]}: it waits in the kernel")
                 continue
             try:
-                contents[name] = read(f"{directory}/{name}", most)
+                contents[name] = read(f"{directory}/{name}", limit)
             except PermissionError:
-                unreadable.append(f"{_WORDS[name]}: permission denied")
-                look.denied = True
-            if name != "cmdline" and len(contents[name]) >= most:
-                unreadable.append(f"{_WORDS[name]}: beyond the first {most >> 20} MiB")
-        look.beginning = not contents["environ"]
+                unreadable.append(f"{_FILE_CONTENTS[name]}: permission denied")
+                scan.denied = True
+            if name != "cmdline" and len(contents[name]) >= limit:
+                unreadable.append(f"{_FILE_CONTENTS[name]}: beyond the first {limit >> 20} MiB")
+        scan.beginning = not contents["environ"]
         variables = (entry.partition("=") for entry in contents["environ"].decode(errors="replace").split("\0"))
         environment = {
-            name: value[:MOST_LETTERS]
+            name: value[:MAX_CHARS]
             for name, equals, value in variables
             if equals and (name in self._listed or name.startswith(self._prefixes))
         }
@@ -288,17 +294,17 @@ class Processes(HostCollector):
             started_ns=booted_ns + stat.start_ticks * (1_000_000_000 // TICKS_PER_S),
             parent_pid=stat.parent_pid, uid=int(uid[1]) if uid else -1, name=stat.name,
             command=tuple(filter(None, contents["cmdline"].decode(errors="replace").split("\0"))),
-            environment=environment, cgroup=main_cgroup(cgroups), cgroups=cgroups, exe=exe, frameworks=frameworks,
+            environment=environment, cgroup=select_main_cgroup(cgroups), cgroups=cgroups, exe=exe, frameworks=frameworks,
             unreadable="; ".join(unreadable),
         )  # fmt: skip
 
     def trouble(self) -> list[str]:
         """What of the processes cannot be seen here."""
-        troubles = []
-        if denied := sum(look.denied for look in self._looks.values()):
+        problems = []
+        if denied := sum(scan.denied for scan in self._looks.values()):
             needed = "root" if os.geteuid() else "CAP_SYS_PTRACE and every capability that they have"
-            troubles.append(
-                f"environment and libraries of {count_of(denied, 'process')} cannot be read, so that jobs and "
+            problems.append(
+                f"environment and libraries of {format_quantity(denied, 'process')} cannot be read, so that jobs and "
                 f"frameworks there are not known: the agent needs {needed}"
             )
         try:
@@ -311,25 +317,25 @@ class Processes(HostCollector):
             all_seen = False
         proc_mount = re.search(rb"^\S+ %b proc (\S+)" % re.escape(os.fsencode(self.proc)), mounts, re.MULTILINE)
         if proc_mount and re.search(rb"hidepid=(?!0|off)", proc_mount[1]) and os.geteuid() != 0:
-            troubles.append(
+            problems.append(
                 f"{self.proc} is mounted with hidepid, processes of other users are not seen: run the agent as root or "
                 "in the group of the mount's gid="
             )
         elif not all_seen:  # the second process of a host is a thread of the kernel
-            troubles.append(
+            problems.append(
                 "only the processes of this container are seen: start it in the host's pid namespace "
                 "(docker --pid=host, Kubernetes hostPID: true)"
             )
         if self.left_out:
-            troubles.append(
-                f"{self.left_out} processes that matter are left out, beyond {MOST_PROCESSES}; devices come first"
+            problems.append(
+                f"{self.left_out} processes that matter are left out, beyond {MAX_PROCESSES}; devices come first"
             )
         if self.waiting:
-            troubles.append(f"{self.waiting} processes are not looked at yet: the next runs do")
-        return troubles
+            problems.append(f"{self.waiting} processes are not looked at yet: the next runs do")
+        return problems
 
 
-def main_cgroup(cgroups: dict[str, str]) -> str:
+def select_main_cgroup(cgroups: dict[str, str]) -> str:
     """The path that says most of whose a process is: that of a controller that limits jobs, else the only one."""
     # In hybrid mode version 2 ("") only has names, of services rather than of the jobs that they started.
     for controller in ("memory", "cpu", "devices", "freezer", "", "name=systemd"):

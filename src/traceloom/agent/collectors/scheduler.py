@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from traceloom.agent.collectors.collector import Collector
-from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.snapshot import Board, CollectorState
+from traceloom.agent.metrics import HistogramReading, Reading
+from traceloom.agent.snapshot import CollectorStatus, Snapshot
 
 LOG = logging.getLogger("traceloom.agent")
 FAST_S = 0.1  # the period while a trace runs
@@ -31,7 +31,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, board: Board, collectors: Iterable[Collector], delivered: Callable[[Collector], None] = lambda _: None
+        self, board: Snapshot, collectors: Iterable[Collector], delivered: Callable[[Collector], None] = lambda _: None
     ) -> None:
         self.board = board
         self.collectors = list(collectors)
@@ -42,7 +42,7 @@ class Scheduler:
         self._sooner: dict[str, asyncio.Event] = {}
         self._hanging: set[str] = set()
         for collector in self.collectors:
-            board.collectors[collector.name] = CollectorState(collector.name, collector.period_s)
+            board.collectors[collector.name] = CollectorStatus(collector.name, collector.period_s)
 
     def start(self) -> None:
         """Begin; needs a running loop."""
@@ -57,7 +57,7 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def fast(self, seconds: float) -> None:
+    def run_fast(self, seconds: float) -> None:
         """Collect every 100 ms for so long: while a trace runs."""
         self._fast_until = max(self._fast_until, time.monotonic() + seconds)
         for event in self._sooner.values():
@@ -100,7 +100,7 @@ class Scheduler:
         ]
         return readings
 
-    def _failed(self, collector: Collector, state: CollectorState, reason: str, text: str) -> None:
+    def _failed(self, collector: Collector, state: CollectorStatus, reason: str, text: str) -> None:
         if not state.trouble:
             LOG.warning("collector %s: %s", collector.name, text)
         state.trouble = text
@@ -117,9 +117,9 @@ class Scheduler:
             # Where the machine slept or the collector was slow, what was missed is not made up for.
             due = max(due + self._period(collector, now), now)
             sooner.clear()
-            while not self._stopping and (left := due - time.monotonic()) > 0:
+            while not self._stopping and (remaining_s := due - time.monotonic()) > 0:
                 try:
-                    await asyncio.wait_for(sooner.wait(), left)
+                    await asyncio.wait_for(sooner.wait(), remaining_s)
                 except (asyncio.TimeoutError, TimeoutError):
                     break
                 sooner.clear()
@@ -128,15 +128,15 @@ class Scheduler:
     def _period(self, collector: Collector, now: float) -> float:
         return min(FAST_S, collector.period_s) if now < self._fast_until else collector.period_s
 
-    async def _in_a_thread(self, collector: Collector) -> Sequence[Reading | Histogram]:
+    async def _in_a_thread(self, collector: Collector) -> Sequence[Reading | HistogramReading]:
         """Collect in a thread that does not hold up the end of the process."""
         name = collector.name
         if name in self._hanging:
             raise TimeoutError  # of an earlier run, which has not come back
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Sequence[Reading | Histogram]] = loop.create_future()
+        future: asyncio.Future[Sequence[Reading | HistogramReading]] = loop.create_future()
 
-        def settle(result: Sequence[Reading | Histogram] | None, error: BaseException | None) -> None:
+        def settle(result: Sequence[Reading | HistogramReading] | None, error: BaseException | None) -> None:
             self._hanging.discard(name)
             if not future.done():
                 if error is not None:

@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
-from traceloom.agent.fleet_link.protocol import UplinkMessage
+from traceloom.agent.fleet_link.protocol import FleetMessage
 from traceloom.errors import InputError, TraceloomError
 from traceloom.system.service_address import ServiceAddress
 
 Message = TypeVar("Message")
-_MOST_ANSWER = 16 << 20
-_BLOCK = 1 << 20
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # of whatever answers there
+_MAX_ANSWER_BYTES = 16 << 20
+_BLOCK_BYTES = 1 << 20
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # of whatever answers there
 
 
 class ServiceError(TraceloomError):
@@ -67,7 +67,7 @@ class ServiceClient:
         """
         return self._decoded(self._ask("GET", route, b"", {}), kind)
 
-    def post(self, route: str, body: UplinkMessage, kind: type[Message]) -> Message:
+    def post(self, route: str, body: FleetMessage, kind: type[Message]) -> Message:
         """Tell it something; errors as of `get`."""
         content = msgspec.json.encode(body)
         return self._decoded(self._ask("POST", route, content, {"Content-Type": "application/json"}), kind)
@@ -80,7 +80,7 @@ class ServiceClient:
         """
         with path.open("rb") as file:
             headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-            self._ask("PUT", route, iter(lambda: file.read(_BLOCK), b""), headers)
+            self._ask("PUT", route, iter(lambda: file.read(_BLOCK_BYTES), b""), headers)
 
     def close(self) -> None:
         """Let the connection go."""
@@ -99,22 +99,22 @@ class ServiceClient:
     def _ask(self, method: str, route: str, body: object, headers: dict[str, str]) -> bytes:
         if self.credential:
             headers = {**headers, "Authorization": f"Bearer {self.credential}"}
-        kept = self._connection is not None
+        was_connected = self._connection is not None
         try:
             if self._connection is None:
                 self._connection = self.address.connection(self.timeout_s, self._tls)
             url = f"{self.address.prefix}/api/v1/{route}"
             self._connection.request(method, url, body or None, headers)  # type: ignore[arg-type]
             response = self._connection.getresponse()
-            answer, status = response.read(_MOST_ANSWER + 1), response.status
-            if len(answer) > _MOST_ANSWER:
+            answer, status = response.read(_MAX_ANSWER_BYTES + 1), response.status
+            if len(answer) > _MAX_ANSWER_BYTES:
                 raise http.client.HTTPException("an answer without end")  # noqa: TRY301
             if response.will_close:
                 self.close()
         except (http.client.HTTPException, OSError) as error:
             self.close()
             if (
-                kept
+                was_connected
                 and not self._is_over
                 and isinstance(body, bytes)
                 and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
@@ -127,7 +127,7 @@ class ServiceClient:
             return answer
         if status == 503:  # behind an address of several services the next connection may lead to another one
             self.close()
-        with contextlib.suppress(*_UNREADABLE):
+        with contextlib.suppress(*_DECODE_ERRORS):
             problem = msgspec.json.decode(answer, type=_Refusal).error
             raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)
         raise ServiceError(
@@ -138,7 +138,7 @@ class ServiceClient:
     def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
         try:
             return msgspec.json.decode(answer, type=kind)
-        except _UNREADABLE as error:
+        except _DECODE_ERRORS as error:
             raise ServiceError(
                 f"what answers at {self.url} is no service of a fleet", slug="service-unclear"
             ) from error

@@ -36,14 +36,14 @@ from traceloom import __version__
 from traceloom.agent.config import Config
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
 from traceloom.agent.fleet_link.protocol import (
-    HOST_ENDED,
-    MOST_PROCESSES,
+    ENDED_HOST_STATES,
+    MAX_PROCESSES,
     ArmedProcess,
     ClockOffset,
-    Enrolled,
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostDevice,
     HostFile,
     HostProcess,
@@ -53,20 +53,20 @@ from traceloom.agent.fleet_link.protocol import (
     UsageRow,
     WorkAnswer,
 )
-from traceloom.agent.fleet_link.usage import UsageBacklog, UsageMinutes
+from traceloom.agent.fleet_link.usage import UsageAccumulator, UsageOutbox
 from traceloom.agent.metrics import Reading
-from traceloom.agent.snapshot import Board
-from traceloom.agent.topline import Topline
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.topline import JobAccounting
 from traceloom.agent.traces.requests import TraceRequest
-from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.traces.runner import TraceService
 from traceloom.errors import InputError, other_version, unreadable
-from traceloom.server.problem import RequestError
-from traceloom.system.files import sha256_of
+from traceloom.server.problem import HttpError
+from traceloom.system.files import compute_sha256
 
-KEPT = 16
+MAX_ROUND_TRIPS = 16
 # What two clocks may drift apart while a round trip ages; NTP takes 15 ppm, undisciplined quartz has up to 50.
-DRIFT = 50e-6
-_JUMP_NS = 5_000_000  # what a clock that was set differs by; slewing stays below
+MAX_CLOCK_DRIFT = 50e-6
+_CLOCK_JUMP_NS = 5_000_000  # what a clock that was set differs by; slewing stays below
 
 
 class RoundTrip(Struct, frozen=True):
@@ -93,7 +93,7 @@ class ServiceClock:
     """Keeps the last round trips; those from before the host's clock was set count no more."""
 
     def __init__(self) -> None:
-        self._kept: deque[RoundTrip] = deque(maxlen=KEPT)
+        self._kept: deque[RoundTrip] = deque(maxlen=MAX_ROUND_TRIPS)
 
     def add(self, trip: RoundTrip) -> bool:
         """Take a round trip; False where it cannot be: a clock was set while it was on its way."""
@@ -102,8 +102,11 @@ class ServiceClock:
             return False
         if self._kept:
             last = self._kept[-1]
-            by_clock, by_counter = trip.returned_ns - last.returned_ns, trip.monotonic_ns - last.monotonic_ns
-            if abs(by_clock - by_counter) > _JUMP_NS + DRIFT * by_counter:
+            wall_elapsed_ns, monotonic_elapsed_ns = (
+                trip.returned_ns - last.returned_ns,
+                trip.monotonic_ns - last.monotonic_ns,
+            )
+            if abs(wall_elapsed_ns - monotonic_elapsed_ns) > _CLOCK_JUMP_NS + MAX_CLOCK_DRIFT * monotonic_elapsed_ns:
                 self._kept.clear()
         self._kept.append(trip)
         return True
@@ -114,7 +117,7 @@ class ServiceClock:
             return None
 
         def error(trip: RoundTrip) -> int:
-            return trip.error_ns + int(DRIFT * max(monotonic_ns - trip.monotonic_ns, 0))
+            return trip.error_ns + int(MAX_CLOCK_DRIFT * max(monotonic_ns - trip.monotonic_ns, 0))
 
         best = min(self._kept, key=error)
         return ClockOffset(offset_ns=best.offset_ns, error_ns=error(best), round_trips=len(self._kept))
@@ -125,15 +128,15 @@ T = TypeVar("T")
 VERSION = 1  # of the file that says so: `Membership`
 TOKEN_VARIABLE = "TRACELOOM_FLEET_TOKEN"  # noqa: S105  (its name)
 _WAIT_S = 30.0  # that the service keeps a question for work
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_MOST_UPLOADS = 3  # of a request's files, before the host gives up
+_MAX_UPLOADS = 3  # of a request's files, before the host gives up
 _IMPORTED_NS = 15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
-_TELL_STEPS_S = 2.0  # where a common step is looked for: counts go on
-_ARM_S = 20.0  # for a process to appear that the service says is here
+_STEP_REPORT_S = 2.0  # where a common step is looked for: counts go on
+_ARM_TIMEOUT_S = 20.0  # for a process to appear that the service says is here
 
 
-class Uplink:
+class FleetConnection:
     """The agent's side of the fleet.
 
     Args:
@@ -149,12 +152,12 @@ class Uplink:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, state: Path, board: Board, desk: RequestDesk, topline: Topline, boot_id: str
+        self, config: Config, state: Path, board: Snapshot, desk: TraceService, topline: JobAccounting, boot_id: str
     ) -> None:
         self.config, self.board, self.desk, self.topline, self.boot_id = config, board, desk, topline, boot_id
         self.membership = state / "fleet.json"
-        self.backlog = UsageBacklog(state / "usage.db")
-        self.minutes = UsageMinutes()
+        self.backlog = UsageOutbox(state / "usage.db")
+        self.minutes = UsageAccumulator()
         self.clock = ServiceClock()
         self.trouble = ""  # why the service could not be talked to last time
         self.host = ""  # its name there, once it belongs to the fleet
@@ -258,7 +261,7 @@ class Uplink:
             enrolment = Enrolment(
                 token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__
             )
-            enrolled = self._beats.post("agents/enrol", enrolment, Enrolled)
+            enrolled = self._beats.post("agents/enrol", enrolment, HostCredentials)
             member = Membership(
                 version=VERSION, server=fleet.server, host=enrolled.host, credential=enrolled.credential
             )
@@ -314,7 +317,7 @@ class Uplink:
                     steps=None if (pace := self.desk.steps.pace(process.key)) is None else pace.steps,
                     polls=process.key in self.desk.registry.clients, hung=process.owner.job in hung,
                 )
-                for process in list(self.board.processes.values())[:MOST_PROCESSES]
+                for process in list(self.board.processes.values())[:MAX_PROCESSES]
             ],
             usage=usage,
             trouble={name: state.trouble[:256] for name, state in self.board.collectors.items() if state.trouble},
@@ -345,22 +348,22 @@ class Uplink:
             report = await self._until_started(request)
             if report is None:
                 report = await self._run_and_upload(request)
-        except RequestError as error:
+        except HttpError as error:
             report = HostReport(state="failed", reason=error.slug, detail=str(error)[:2000])
-        if report.state in HOST_ENDED:
-            with contextlib.suppress(RequestError):  # the service wants it no more
+        if report.state in ENDED_HOST_STATES:
+            with contextlib.suppress(HttpError):  # the service wants it no more
                 await self._report(request, report)
 
     async def _until_started(self, request: str) -> HostReport | None:
         """Say which processes there are and which are ready, until it is to start; a report where it never does."""
         before: HostReport | None = None
-        reported, until = 0.0, time.monotonic() + _ARM_S
+        reported, until = 0.0, time.monotonic() + _ARM_TIMEOUT_S
         while (work := self._work.get(request)) is not None:
             if work.step == "start" or self._of_desk(request) is not None:
                 return None
             try:
                 matching = self.desk.matching(work.wanted, self._may_trace)
-            except RequestError:
+            except HttpError:
                 if time.monotonic() > until:
                     raise
                 matching = []
@@ -379,14 +382,14 @@ class Uplink:
                 ],
                 clock=self.clock.offset(time.monotonic_ns()),
             )  # fmt: skip
-            changed = before is None or [(of.key, of.ready) for of in armed.processes] != [
-                (of.key, of.ready) for of in before.processes
+            changed = before is None or [(target.key, target.ready) for target in armed.processes] != [
+                (target.key, target.ready) for target in before.processes
             ]
-            old = work.start == "step" and time.monotonic() > reported + _TELL_STEPS_S
+            old = work.start == "step" and time.monotonic() > reported + _STEP_REPORT_S
             if matching and (changed or old):
                 await self._report(request, armed)
                 before, reported = armed, time.monotonic()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return HostReport(state="cancelled", reason="cancelled", detail="the service wants it no more")
 
     async def _run_and_upload(self, request: str) -> HostReport:
@@ -394,8 +397,8 @@ class Uplink:
         traced = self._of_desk(request)
         if traced is None:
             work = self._work[request]
-            wanted = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
-            traced = await self.desk.submit(wanted, f"fleet request {request}", self._may_trace, at_step=work.at_step)
+            spec = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
+            traced = await self.desk.submit(spec, f"fleet request {request}", self._may_trace, at_step=work.at_step)
         async for now in self.desk.changes(traced):
             await self._report(request, HostReport(state="running", targets=now.targets))
         if not any(target.state == "kept" for target in traced.targets):
@@ -405,10 +408,10 @@ class Uplink:
                 state="cancelled" if cancelled else "failed", reason=first.reason, detail=first.detail[:2000],
                 targets=traced.targets,
             )  # fmt: skip
-        folder = self.desk.places.of_request(traced.uid, traced.id)
-        files = await asyncio.to_thread(_files, folder, traced.files)
+        directory = self.desk.places.of_request(traced.uid, traced.id)
+        files = await asyncio.to_thread(_list_host_files, directory, traced.files)
         report = HostReport(state="uploading", targets=traced.targets, files=files)
-        for _ in range(_MOST_UPLOADS):
+        for _ in range(_MAX_UPLOADS):
             missing = set((await self._report(request, report)).missing)
             if not missing:
                 return msgspec.structs.replace(report, state="uploaded")
@@ -417,7 +420,7 @@ class Uplink:
                     route = f"agents/{self.host}/requests/{request}/files/{file.name}"
                     try:
                         async with self._uploading:
-                            await asyncio.to_thread(self._uploads.put_file, route, folder / file.name, file.bytes)
+                            await asyncio.to_thread(self._uploads.put_file, route, directory / file.name, file.bytes)
                     except (ServiceError, OSError) as error:  # the service says in its next answer that it is missing
                         self.trouble = str(error)
                         await asyncio.sleep(_FIRST_RETRY_S)
@@ -426,7 +429,14 @@ class Uplink:
 
     def _of_desk(self, request: str) -> TraceRequest | None:
         """What the desk has for it already: from before the agent started again."""
-        return next((of for of in self.desk.requests.values() if of.who == f"fleet request {request}"), None)
+        return next(
+            (
+                desk_request
+                for desk_request in self.desk.requests.values()
+                if desk_request.who == f"fleet request {request}"
+            ),
+            None,
+        )
 
     async def _report(self, request: str, report: HostReport) -> ReportAnswer:
         """Tell the service, however long it takes to reach it; what it refuses for good is an error."""
@@ -438,7 +448,7 @@ class Uplink:
                     return await asyncio.to_thread(self._uploads.post, route, report, ReportAnswer)
             except ServiceError as error:
                 if 400 <= error.status < 500 and error.status != 429:
-                    raise RequestError(error.status, str(error), slug=error.slug) from error
+                    raise HttpError(error.status, str(error), slug=error.slug) from error
                 raise
 
         return await self._until_done(tell)
@@ -457,9 +467,9 @@ class Membership(msgspec.Struct, frozen=True):
     credential: str
 
 
-def _files(folder: Path, names: list[str]) -> list[HostFile]:
+def _list_host_files(directory: Path, names: list[str]) -> list[HostFile]:
     files = []
     for name in names:
-        with (folder / name).open("rb") as file:
-            files.append(HostFile(name=name, bytes=os.fstat(file.fileno()).st_size, sha256=sha256_of(file)))
+        with (directory / name).open("rb") as file:
+            files.append(HostFile(name=name, bytes=os.fstat(file.fileno()).st_size, sha256=compute_sha256(file)))
     return files

@@ -11,29 +11,29 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from traceloom.agent.traces.requests import Target, Wanted
+from traceloom.agent.traces.requests import TraceSpec, TraceTarget
 from traceloom.system.text import HOST, IDENTITY, SHA256
 
-MOST_MINUTES = 60  # of usage in one heartbeat
-MOST_PROCESSES = 4096  # of a host
+MAX_MINUTES = 60  # of usage in one heartbeat
+MAX_PROCESSES = 4096  # of a host
 
 Name = Annotated[str, Meta(max_length=256)]
-Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # What a host is to do next for a request, and how far it is.
 WorkStep = Literal["arm", "start"]
 StartBy = Literal["instant", "step"]
 HostState = Literal["armed", "running", "uploading", "uploaded", "failed", "cancelled"]
-HOST_ENDED = frozenset({"uploaded", "failed", "cancelled"})
+ENDED_HOST_STATES = frozenset({"uploaded", "failed", "cancelled"})
 # Whose a device was: a job's that used it, a job's that did not, nobody's; or it could not be read.
 UsageState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 
 
-class UplinkMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FleetMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What goes over the wire. The route names the version, `/api/v1/`; fields that it does not have are refused."""
 
 
-class Enrolment(UplinkMessage, frozen=True, kw_only=True):
+class Enrolment(FleetMessage, frozen=True, kw_only=True):
     """A host that wants to belong to the fleet, with a token that works once."""
 
     token: Annotated[str, Meta(max_length=512)]
@@ -42,22 +42,22 @@ class Enrolment(UplinkMessage, frozen=True, kw_only=True):
     version: Name = ""
 
 
-class Enrolled(UplinkMessage, frozen=True, kw_only=True):
+class HostCredentials(FleetMessage, frozen=True, kw_only=True):
     """What the host shows from now on."""
 
     host: str
     credential: str
 
 
-class ClockOffset(UplinkMessage, frozen=True, kw_only=True):
+class ClockOffset(FleetMessage, frozen=True, kw_only=True):
     """`service = host + offset_ns`, at most `error_ns` beside it; from the best of the last `round_trips`."""
 
     offset_ns: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    error_ns: Whole
+    error_ns: NonNegativeInt
     round_trips: Annotated[int, Meta(ge=1)]
 
 
-class HostDevice(UplinkMessage, frozen=True, kw_only=True):
+class HostDevice(FleetMessage, frozen=True, kw_only=True):
     """A device of the host. `values`: metric -> the latest; `stale`: why it cannot be read now."""
 
     uuid: Name
@@ -67,69 +67,69 @@ class HostDevice(UplinkMessage, frozen=True, kw_only=True):
     values: dict[str, float] = {}
 
 
-class HostProcess(UplinkMessage, frozen=True, kw_only=True):
+class HostProcess(FleetMessage, frozen=True, kw_only=True):
     """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand.
 
     `steps`: that it made since its agent heard of it. `hung`: processes of its job there make no steps any more.
     """
 
     key: Name
-    pid: Whole
-    uid: Whole
+    pid: NonNegativeInt
+    uid: NonNegativeInt
     job: Name = ""
     job_name: Name = ""
     scheduler: Name = ""
-    rank: Whole | None = None
-    world_size: Whole | None = None
+    rank: NonNegativeInt | None = None
+    world_size: NonNegativeInt | None = None
     user: Name = ""
     account: Name = ""
     framework: Name = ""
     labels: dict[str, str] = {}
     devices: tuple[str, ...] = ()
     steps_per_second: float | None = None
-    steps: Whole | None = None
+    steps: NonNegativeInt | None = None
     polls: bool = False
     hung: bool = False
 
 
-class UsageRow(UplinkMessage, frozen=True, kw_only=True):
+class UsageRow(FleetMessage, frozen=True, kw_only=True):
     """A share of a device in one minute. Rows of a device and minute add up to at most 60,000 ms."""
 
-    minute: Whole  # since 1970, of the host's clock
+    minute: NonNegativeInt  # since 1970, of the host's clock
     device: Name
     device_model: Name = ""
     job: Name = ""
     state: UsageState
     device_ms: Annotated[int, Meta(ge=0, le=60_000)]
     busy_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
-    energy_mj: Whole | None = None
+    energy_mj: NonNegativeInt | None = None
     flops_low: float | None = None
     flops_high: float | None = None
-    input_bytes: Whole | None = None
+    input_bytes: NonNegativeInt | None = None
 
 
-class Heartbeat(UplinkMessage, frozen=True, kw_only=True):
+class Heartbeat(FleetMessage, frozen=True, kw_only=True):
     """How a host is. `usage_from`: the first minute of `usage`; rows of a minute come all at once."""
 
-    sent_ns: Whole
+    sent_ns: NonNegativeInt
     boot_id: Name
     version: Name
     clock: ClockOffset | None = None
     devices: Annotated[list[HostDevice], Meta(max_length=1024)] = []
-    processes: Annotated[list[HostProcess], Meta(max_length=MOST_PROCESSES)] = []
+    processes: Annotated[list[HostProcess], Meta(max_length=MAX_PROCESSES)] = []
     usage: Annotated[list[UsageRow], Meta(max_length=100_000)] = []
     trouble: dict[str, str] = {}  # collector -> why it gives nothing
 
 
-class HeartbeatAnswer(UplinkMessage, frozen=True, kw_only=True):
+class HeartbeatAnswer(FleetMessage, frozen=True, kw_only=True):
     """When it came and when this was sent, by the service's clock; `usage_through`: the last minute that is kept."""
 
-    received_ns: Whole
-    answered_ns: Whole
-    usage_through: Whole = 0
+    received_ns: NonNegativeInt
+    answered_ns: NonNegativeInt
+    usage_through: NonNegativeInt = 0
 
 
-class HostWork(UplinkMessage, frozen=True, kw_only=True):
+class HostWork(FleetMessage, frozen=True, kw_only=True):
     """What a host is to do for a request, now.
 
     `arm`: find the processes and say when they are ready. `start`: begin at `at_ns` (of the host's clock; 0: at once),
@@ -139,55 +139,55 @@ class HostWork(UplinkMessage, frozen=True, kw_only=True):
 
     request: Annotated[str, Meta(max_length=64, pattern=IDENTITY)]
     step: WorkStep
-    wanted: Wanted
+    wanted: TraceSpec
     start: StartBy = "instant"
-    at_ns: Whole = 0
-    at_step: Whole = 0
+    at_ns: NonNegativeInt = 0
+    at_step: NonNegativeInt = 0
 
 
-class WorkAnswer(UplinkMessage, frozen=True, kw_only=True):
+class WorkAnswer(FleetMessage, frozen=True, kw_only=True):
     """All work of the host that has not ended; `version` changes with it."""
 
     version: str
     work: list[HostWork] = []
 
 
-class ReportAnswer(UplinkMessage, frozen=True, kw_only=True):
+class ReportAnswer(FleetMessage, frozen=True, kw_only=True):
     """What the service has not got yet of the files that were said: to be sent, each under its name."""
 
     missing: list[str] = []
 
 
-class ArmedProcess(UplinkMessage, frozen=True, kw_only=True):
+class ArmedProcess(FleetMessage, frozen=True, kw_only=True):
     """A process that a request is about. `ready`: it polls; its profiler can begin.
 
     `steps`: that it made since it began, as it says itself or probes have counted; null: nobody has counted all.
     """
 
     key: Name
-    pid: Whole
+    pid: NonNegativeInt
     job: Name = ""
-    rank: Whole | None = None
+    rank: NonNegativeInt | None = None
     ready: bool = True
     steps_per_second: float | None = None
-    steps: Whole | None = None
+    steps: NonNegativeInt | None = None
 
 
-class HostFile(UplinkMessage, frozen=True, kw_only=True):
+class HostFile(FleetMessage, frozen=True, kw_only=True):
     """A file that the host keeps for a request."""
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
-    bytes: Whole
+    bytes: NonNegativeInt
     sha256: Annotated[str, Meta(pattern=SHA256)]
 
 
-class HostReport(UplinkMessage, frozen=True, kw_only=True):
+class HostReport(FleetMessage, frozen=True, kw_only=True):
     """How far a host is with a request. `files` stands once it uploads; they come before `uploaded` is said."""
 
     state: HostState
     reason: Name = ""
     detail: Annotated[str, Meta(max_length=2000)] = ""
-    processes: Annotated[list[ArmedProcess], Meta(max_length=MOST_PROCESSES)] = []
-    targets: Annotated[list[Target], Meta(max_length=MOST_PROCESSES)] = []
+    processes: Annotated[list[ArmedProcess], Meta(max_length=MAX_PROCESSES)] = []
+    targets: Annotated[list[TraceTarget], Meta(max_length=MAX_PROCESSES)] = []
     files: Annotated[list[HostFile], Meta(max_length=20_000)] = []
     clock: ClockOffset | None = None

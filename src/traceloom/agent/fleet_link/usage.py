@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.database import is_damage, opened, put_aside
-from traceloom.agent.fleet_link.protocol import MOST_MINUTES, UsageRow, UsageState
-from traceloom.agent.ownership.model import split
+from traceloom.agent.database import is_corruption, move_damaged_file, open_database
+from traceloom.agent.fleet_link.protocol import MAX_MINUTES, UsageRow, UsageState
+from traceloom.agent.ownership.model import split_by_weights
 from traceloom.agent.topline import JobDeviceTime
 from traceloom.errors import InputError
 
@@ -27,10 +27,10 @@ LOG = logging.getLogger("traceloom.agent")
 MINUTE_MS = 60_000
 VERSION = 1
 _SCHEMA = "CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)"
-_MOST_KEPT = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
+_MAX_WAITING_MINUTES = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
 
 
-class _UseOfDevice(NamedTuple):
+class _UsageKey(NamedTuple):
     """What a row is of."""
 
     device: str
@@ -52,20 +52,20 @@ class _Amounts:
         part = ms / (time.busy_ms + time.idle_ms + time.unknown_ms)
         low, high = time.flops or (None, None)
         self.ms += ms
-        self.joules = _sum(self.joules, time.joules, part)
-        self.flops_low = _sum(self.flops_low, low, part)
-        self.flops_high = _sum(self.flops_high, high, part)
+        self.joules = _add_amount(self.joules, time.joules, part)
+        self.flops_low = _add_amount(self.flops_low, low, part)
+        self.flops_high = _add_amount(self.flops_high, high, part)
 
 
-def _sum(total: float | None, amount: float | None, part: float) -> float | None:
+def _add_amount(total: float | None, amount: float | None, part: float) -> float | None:
     return None if total is None or amount is None else total + amount * part
 
 
-class UsageMinutes:
+class UsageAccumulator:
     """Adds up ticks into minutes. Used by the agent's loop alone."""
 
     def __init__(self) -> None:
-        self._minutes: dict[int, dict[_UseOfDevice, _Amounts]] = {}
+        self._minutes: dict[int, dict[_UsageKey, _Amounts]] = {}
         self._bytes: dict[tuple[int, str], float] = {}  # (minute, job) -> what it read
         self._first = 0  # that is open; earlier ones were taken
         self.dropped_ms = 0  # of devices: in minutes that were taken already, or beyond their 60,000
@@ -78,37 +78,37 @@ class UsageMinutes:
             times: What jobs had of the devices; those of one device add up to the length of the tick.
             input_bytes: Job -> bytes that it read meanwhile, where that is known.
         """
-        by_device: dict[str, list[JobDeviceTime]] = defaultdict(list)
+        times_by_device: dict[str, list[JobDeviceTime]] = defaultdict(list)
         for time in times:
-            by_device[time.device].append(time)
-        pieces: list[tuple[int, int]] = []
-        for of_device in by_device.values():
-            spent = [ms for time in of_device for ms in (time.busy_ms, time.idle_ms, time.unknown_ms)]
-            pieces = _pieces(end_ns // 1_000_000, sum(spent))
-            for minute, length in pieces:
-                parts = split(length, spent)  # at most what there is, as all parts of one whole are
+            times_by_device[time.device].append(time)
+        spans: list[tuple[int, int]] = []
+        for device_times in times_by_device.values():
+            spent = [ms for time in device_times for ms in (time.busy_ms, time.idle_ms, time.unknown_ms)]
+            spans = _split_at_minutes(end_ns // 1_000_000, sum(spent))
+            for minute, length in spans:
+                parts = split_by_weights(length, spent)  # at most what there is, as all parts of one whole are
                 spent = [ms - part for ms, part in zip(spent, parts, strict=True)]
-                self._put(minute, of_device, parts)
-        whole = sum(length for _, length in pieces)
+                self._put(minute, device_times, parts)
+        total_ms = sum(length for _, length in spans)
         for job, amount in input_bytes.items():
-            for minute, length in pieces:
+            for minute, length in spans:
                 if minute >= self._first:
-                    self._bytes[minute, job] = self._bytes.get((minute, job), 0.0) + amount * length / whole
+                    self._bytes[minute, job] = self._bytes.get((minute, job), 0.0) + amount * length / total_ms
 
     def _put(self, minute: int, times: list[JobDeviceTime], parts: list[int]) -> None:
         """Book parts (busy, idle, unknown of each job) of a device on a minute, as far as there is room."""
         uses = self._minutes.setdefault(minute, {}) if minute >= self._first else {}
         booked = sum(amounts.ms for use, amounts in uses.items() if use.device == times[0].device)
-        room = MINUTE_MS - booked if minute >= self._first else 0
-        if sum(parts) > room:
-            self.dropped_ms += sum(parts) - room
-            parts = split(room, parts)
-        for time, *of_time in zip(times, parts[0::3], parts[1::3], parts[2::3], strict=True):
+        free_ms = MINUTE_MS - booked if minute >= self._first else 0
+        if sum(parts) > free_ms:
+            self.dropped_ms += sum(parts) - free_ms
+            parts = split_by_weights(free_ms, parts)
+        for time, *state_parts in zip(times, parts[0::3], parts[1::3], parts[2::3], strict=True):
             idle: UsageState = "unallocated" if time.job is None else "idle-allocated"
             states: tuple[UsageState, ...] = ("busy", idle, "unreachable")
-            for state, ms in zip(states, of_time, strict=True):
+            for state, ms in zip(states, state_parts, strict=True):
                 if ms:
-                    uses.setdefault(_UseOfDevice(time.device, time.job or "", state), _Amounts()).add(ms, time)
+                    uses.setdefault(_UsageKey(time.device, time.job or "", state), _Amounts()).add(ms, time)
 
     def take(self, now_ns: int, models: Mapping[str, str]) -> dict[int, list[UsageRow]]:
         """The minutes that have ended by the service's clock; they are not given again.
@@ -127,7 +127,7 @@ class UsageMinutes:
         uses = self._minutes.pop(minute)
         rows_of_job = Counter(use.job for use in uses)
         read = {  # nobody knows which device took it: in equal parts, which add up
-            job: iter(split(round(self._bytes[minute, job]), [1.0] * count))
+            job: iter(split_by_weights(round(self._bytes[minute, job]), [1.0] * count))
             for job, count in rows_of_job.items()
             if (minute, job) in self._bytes
         }
@@ -141,18 +141,18 @@ class UsageMinutes:
             )  # fmt: skip
 
 
-def _pieces(end: int, length: int) -> list[tuple[int, int]]:
+def _split_at_minutes(end: int, length: int) -> list[tuple[int, int]]:
     """A span of milliseconds cut at minutes: (minute, length) of each piece."""
-    pieces = []
-    begin = end - length
-    while begin < end:
-        until = min(end, (begin // MINUTE_MS + 1) * MINUTE_MS)
-        pieces.append((begin // MINUTE_MS, until - begin))
-        begin = until
-    return pieces
+    spans = []
+    start = end - length
+    while start < end:
+        until = min(end, (start // MINUTE_MS + 1) * MINUTE_MS)
+        spans.append((start // MINUTE_MS, until - start))
+        start = until
+    return spans
 
 
-class UsageBacklog:
+class UsageOutbox:
     """Minutes that the service has not acknowledged, on disk (SQLite); blocks, so it is called in a thread.
 
     Args:
@@ -172,8 +172,10 @@ class UsageBacklog:
                     "INSERT OR REPLACE INTO minutes VALUES (?, ?)",
                     [(minute, msgspec.msgpack.encode(rows)) for minute, rows in minutes.items()],
                 )
-                kept = "SELECT minute FROM minutes ORDER BY minute DESC LIMIT ?"
-                excess = database.execute(f"DELETE FROM minutes WHERE minute NOT IN ({kept})", (_MOST_KEPT,))  # noqa: S608
+                retained_query = "SELECT minute FROM minutes ORDER BY minute DESC LIMIT ?"
+                excess = database.execute(
+                    f"DELETE FROM minutes WHERE minute NOT IN ({retained_query})", (_MAX_WAITING_MINUTES,)
+                )  # noqa: S608
                 self.lost += excess.rowcount
             self.trouble = ""
         except (sqlite3.Error, OSError, InputError) as error:
@@ -190,7 +192,7 @@ class UsageBacklog:
         if not self.path.exists():
             return []
         with self._database() as database:
-            minutes = database.execute("SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MOST_MINUTES,)).fetchall()
+            minutes = database.execute("SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MAX_MINUTES,)).fetchall()
             try:
                 return [row for (rows,) in minutes for row in msgspec.msgpack.decode(rows, type=list[UsageRow])]
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # SQLite checks no contents
@@ -206,10 +208,10 @@ class UsageBacklog:
     def _database(self) -> Iterator[sqlite3.Connection]:
         """The database; one that is damaged is put aside, and the next question begins a new one."""
         try:
-            connection = opened(self.path, _SCHEMA, VERSION, "database of usage")
+            connection = open_database(self.path, _SCHEMA, VERSION, "database of usage")
             with contextlib.closing(connection) as database, database:
                 yield database
         except sqlite3.DatabaseError as error:
-            if is_damage(error):
-                LOG.warning("the minutes for the fleet are damaged and put aside as %s", put_aside(self.path))
+            if is_corruption(error):
+                LOG.warning("the minutes for the fleet are damaged and put aside as %s", move_damaged_file(self.path))
             raise

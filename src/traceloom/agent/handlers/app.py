@@ -17,30 +17,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from traceloom.agent.api import Answers
-from traceloom.agent.handlers.telemetry import ROUTES, Asked, Route
-from traceloom.agent.publishers.openmetrics import render
-from traceloom.agent.snapshot import View
-from traceloom.server.access import Peer, Rates
+from traceloom.agent.api import AgentInterface
+from traceloom.agent.handlers.telemetry import ROUTES, AgentRequest, Route
+from traceloom.agent.publishers.openmetrics import render_openmetrics
+from traceloom.agent.snapshot import VisibleSnapshot
+from traceloom.server.access import Caller, RateLimiter
 from traceloom.server.problem import (
     DOCUMENT_PATH,
     METRICS_PATH,
-    RequestError,
-    refusal_response,
-    refusals,
+    HttpError,
+    build_error_response,
+    build_exception_handlers,
 )
-from traceloom.server.routing import document
+from traceloom.server.routing import build_openapi_document
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Guarded:
+class AuthenticationMiddleware:
     """In front of the routes: who asks, and whether they ask too often."""
 
-    def __init__(self, app: ASGIApp, agent: Answers) -> None:
+    def __init__(self, app: ASGIApp, agent: AgentInterface) -> None:
         self.app, self.agent = app, agent
-        self.rates = Rates(agent.config.access.requests_per_second)
+        self.rates = RateLimiter(agent.config.access.requests_per_second)
         self.paths = {*(route.path for route in ROUTES), METRICS_PATH, DOCUMENT_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,27 +54,27 @@ class Guarded:
             await send(message)
 
         try:
-            identify: Callable[[Headers], Peer] = scope["state"]["identify"]
+            identify: Callable[[Headers], Caller] = scope["state"]["identify"]
             try:
                 peer = identify(Headers(scope=scope))
-            except RequestError:
+            except HttpError:
                 address = (scope["client"] or ("",))[0]
                 self.rates.take(f"stranger {address}")
                 if path != "/healthz":
                     raise
-                peer = Peer(name=f"tcp {address}", sees="host")
+                peer = Caller(name=f"tcp {address}", sees="host")
             else:
                 if not peer.unlimited:
                     self.rates.take(peer.name)
             scope["state"]["peer"] = peer
             await self.app(scope, receive, counted)
-        except RequestError as refusal:
-            await refusal_response(refusal)(scope, receive, counted)
+        except HttpError as refusal:
+            await build_error_response(refusal)(scope, receive, counted)
         finally:
             self.agent.asked(scope["state"].get("route", path if path in self.paths else "other"), code)
 
 
-def build_app(agent: Answers) -> ASGIApp:
+def build_app(agent: AgentInterface) -> ASGIApp:
     """The application that answers for an agent.
 
     A server has to put `identify` into the state of each connection: headers -> Peer.
@@ -82,18 +82,18 @@ def build_app(agent: Answers) -> ASGIApp:
 
     def endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
-            asked = Asked(agent, request)
+            context = AgentRequest(agent, request)
             request.state.route = route.path
             if route.acts:
-                agent.acts(asked.peer.name, asked.peer.pid, route.path, allowed=asked.peer.acts)
-            if route.acts and not asked.peer.acts:
-                raise RequestError(
+                agent.acts(context.peer.name, context.peer.pid, route.path, allowed=context.peer.acts)
+            if route.acts and not context.peer.acts:
+                raise HttpError(
                     403,
                     "this is for root, the group of the agent, and tokens that may do all",
                     slug="not-allowed",
                     hint="`access.group`, or `may` of a token in agent.toml",
                 )
-            answer = route.answers(asked)
+            answer = route.answers(context)
             if isawaitable(answer):
                 answer = await answer
             if isinstance(answer, Response):
@@ -103,11 +103,11 @@ def build_app(agent: Answers) -> ASGIApp:
         return respond
 
     async def metrics(request: Request) -> Response:
-        view = View(agent.board.copy(), request.state.peer)
-        text, kind = await asyncio.to_thread(render, view, agent.config, request.headers.get("accept", ""))
+        view = VisibleSnapshot(agent.board.copy(), request.state.peer)
+        text, kind = await asyncio.to_thread(render_openmetrics, view, agent.config, request.headers.get("accept", ""))
         return Response(text, headers={"Content-Type": kind})
 
-    described = msgspec.json.encode(document(ROUTES))
+    described = msgspec.json.encode(build_openapi_document(ROUTES))
 
     async def openapi(_request: Request) -> Response:
         return Response(described, media_type="application/json")
@@ -118,6 +118,8 @@ def build_app(agent: Answers) -> ASGIApp:
             Endpoint(DOCUMENT_PATH, openapi),
             *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
         ],
-        exception_handlers=refusals([METRICS_PATH, DOCUMENT_PATH, *(route.path for route in ROUTES)], "the agent"),
+        exception_handlers=build_exception_handlers(
+            [METRICS_PATH, DOCUMENT_PATH, *(route.path for route in ROUTES)], "the agent"
+        ),
     )
-    return Guarded(app, agent)
+    return AuthenticationMiddleware(app, agent)

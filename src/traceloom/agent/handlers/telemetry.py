@@ -15,16 +15,16 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from traceloom.agent import api as forms
 from traceloom.agent import history
-from traceloom.agent.api import Answers, ValueAnswer
-from traceloom.agent.handlers.traces import hangs_answer, triggers_answer
+from traceloom.agent.api import AgentInterface, ValueAnswer
+from traceloom.agent.handlers.traces import build_hangs_answer, build_triggers_answer
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.snapshot import View
-from traceloom.agent.traces.requests import TraceRequest, Wanted
+from traceloom.agent.snapshot import VisibleSnapshot
+from traceloom.agent.traces.requests import TraceRequest, TraceSpec
 from traceloom.errors import nearest
-from traceloom.server.access import Peer
-from traceloom.server.problem import HttpAnswer, RequestError, wrong_request
-from traceloom.server.routing import body_as, moment, parameters_as
+from traceloom.server.access import Caller
+from traceloom.server.problem import HttpError, HttpResponseBody, make_bad_request
+from traceloom.server.routing import decode_body, decode_query, parse_time
 from traceloom.system import units
 
 if TYPE_CHECKING:
@@ -33,33 +33,33 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-_MOST_POINTS = 500_000  # of an answer: about 10 MB of JSON
+RequestForm = TypeVar("RequestForm", bound=msgspec.Struct)
+_MAX_QUERY_POINTS = 500_000  # of an answer: about 10 MB of JSON
 
 
-class Asked:
+class AgentRequest:
     """A request: who asks, what they may see, and the agent that knows."""
 
-    def __init__(self, agent: Answers, request: Request) -> None:
+    def __init__(self, agent: AgentInterface, request: Request) -> None:
         self.agent, self.request = agent, request
-        self.peer: Peer = request.state.peer
-        self.view = View(agent.board, self.peer)
+        self.peer: Caller = request.state.peer
+        self.view = VisibleSnapshot(agent.board, self.peer)
 
-    async def body(self, kind: type[Body]) -> Body:
+    async def body(self, form_type: type[RequestForm]) -> RequestForm:
         """The body of the request.
 
         Raises:
             RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
         """
-        return await body_as(self.request, kind, self.agent.config.access.request_bytes)
+        return await decode_body(self.request, form_type, self.agent.config.access.request_bytes)
 
-    def parameters(self, kind: type[Body]) -> Body:
+    def parameters(self, form_type: type[RequestForm]) -> RequestForm:
         """What stands behind the question mark.
 
         Raises:
             RequestError: `wrong-request`.
         """
-        return parameters_as(self.request, kind)
+        return decode_query(self.request, form_type)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,33 +70,33 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     summary: str
-    answers: Callable[[Asked], Awaitable[HttpAnswer | Response] | HttpAnswer | Response]
-    answer: type[HttpAnswer] | None = None
+    answers: Callable[[AgentRequest], Awaitable[HttpResponseBody | Response] | HttpResponseBody | Response]
+    answer: type[HttpResponseBody] | None = None
     content: str = "application/json"  # of an answer that is no structure
     method: str = "GET"
     body: type[msgspec.Struct] | None = None
-    parameters: type[HttpAnswer] | None = None
+    parameters: type[HttpResponseBody] | None = None
     refuses: tuple[int, ...] = ()
     acts: bool = False
 
 
-async def _healthz(asked: Asked) -> forms.Health:
-    states = asked.agent.board.collectors.values()
-    now_ns, young_ns = time.time_ns(), 60 * 10**9
-    alive = [state for state in states if now_ns - state.ran_ns < 3 * state.period_s * 10**9 + young_ns]
-    if alive or now_ns - asked.agent.board.started_ns < young_ns:
+async def _get_health(agent_request: AgentRequest) -> forms.Health:
+    states = agent_request.agent.board.collectors.values()
+    now_ns, grace_period_ns = time.time_ns(), 60 * 10**9
+    alive = [state for state in states if now_ns - state.ran_ns < 3 * state.period_s * 10**9 + grace_period_ns]
+    if alive or now_ns - agent_request.agent.board.started_ns < grace_period_ns:
         return forms.Health(healthy=True)
-    raise RequestError(503, "no collector ran of late", slug="not-healthy", hint="`traceloom agent status` says why")
+    raise HttpError(503, "no collector ran of late", slug="not-healthy", hint="`traceloom agent status` says why")
 
 
-async def _doctor(asked: Asked) -> forms.DoctorAnswer:
-    checks = await asked.agent.doctor()
-    if asked.peer.sees != "all":  # they name processes, whosever
+async def _get_doctor_report(agent_request: AgentRequest) -> forms.DoctorAnswer:
+    checks = await agent_request.agent.doctor()
+    if agent_request.peer.sees != "all":  # they name processes, whosever
         checks = [check for check in checks if check.area != "jobs"]
     return forms.DoctorAnswer(checks=checks)
 
 
-def _values_by(view: View, label: str) -> dict[str, list[ValueAnswer]]:
+def _group_values_by_label(view: VisibleSnapshot, label: str) -> dict[str, list[ValueAnswer]]:
     """The series that a peer may see by the value of one of their labels; those that only describe are left out."""
     out: dict[str, list[ValueAnswer]] = defaultdict(list)
     for (name, values), value, at_ns in view.values():
@@ -109,12 +109,12 @@ def _values_by(view: View, label: str) -> dict[str, list[ValueAnswer]]:
     return out
 
 
-async def _devices(asked: Asked) -> forms.DevicesAnswer:
-    view, values = asked.view, _values_by(asked.view, "device")
+async def _list_devices(agent_request: AgentRequest) -> forms.DevicesAnswer:
+    view, values = agent_request.view, _group_values_by_label(agent_request.view, "device")
     return forms.DevicesAnswer(
         devices=[
             forms.DeviceAnswer(
-                **msgspec.structs.asdict(device) | ({} if asked.peer.sees == "all" else {"owner": {}}),
+                **msgspec.structs.asdict(device) | ({} if agent_request.peer.sees == "all" else {"owner": {}}),
                 values=values[uuid],
                 processes=[key for key, process in view.processes.items() if uuid in process.devices],
                 jobs=sorted({p.owner.job for p in view.processes.values() if uuid in p.devices and p.owner.job}),
@@ -124,8 +124,8 @@ async def _devices(asked: Asked) -> forms.DevicesAnswer:
     )
 
 
-async def _processes(asked: Asked) -> forms.ProcessesAnswer:
-    view, values = asked.view, _values_by(asked.view, "process")
+async def _list_processes(agent_request: AgentRequest) -> forms.ProcessesAnswer:
+    view, values = agent_request.view, _group_values_by_label(agent_request.view, "process")
     rows = [
         forms.ProcessAnswer(
             key=key,
@@ -138,34 +138,34 @@ async def _processes(asked: Asked) -> forms.ProcessesAnswer:
             cgroup=p.cgroup,
             devices=p.devices,
             steps_per_second=p.steps_per_second,
-            hung_since_ns=asked.agent.hangs.hung_since_ns(key),
+            hung_since_ns=agent_request.agent.hangs.hung_since_ns(key),
             unreadable=p.unreadable,
             owner=forms.OwnerAnswer(**msgspec.structs.asdict(p.owner)),
             values=values[key],
         )
         for key, p in view.processes.items()
     ]
-    return forms.ProcessesAnswer(processes=rows, hidden=len(asked.agent.board.processes) - len(rows))
+    return forms.ProcessesAnswer(processes=rows, hidden=len(agent_request.agent.board.processes) - len(rows))
 
 
-async def _jobs(asked: Asked) -> forms.JobsAnswer:
-    view, values = asked.view, _values_by(asked.view, "job")
-    members: dict[str, list[Process]] = defaultdict(list)
+async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
+    view, values = agent_request.view, _group_values_by_label(agent_request.view, "job")
+    processes_by_job: dict[str, list[Process]] = defaultdict(list)
     for process in view.processes.values():
         if process.owner.job:
-            members[process.owner.job].append(process)
+            processes_by_job[process.owner.job].append(process)
     rows = []
-    for job, processes in sorted(members.items()):
+    for job, processes in sorted(processes_by_job.items()):
         owners = [process.owner for process in processes]
         rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
-        named = {
+        job_fields = {
             field: next(filter(None, (getattr(owner, field) for owner in owners)), "")
             for field in ("name", "scheduler", "user", "account", "partition", "namespace", "framework")
         }
         rows.append(
             forms.JobAnswer(
                 job=job,
-                **named,
+                **job_fields,
                 values=values[job],
                 processes=[process.key for process in processes],
                 world_size=max((owner.world_size for owner in owners if owner.world_size is not None), default=None),
@@ -174,40 +174,40 @@ async def _jobs(asked: Asked) -> forms.JobsAnswer:
                 steps_per_second=min(rates, default=None),
             )
         )
-    everybody = {p.owner.job for p in asked.agent.board.processes.values() if p.owner.job}
-    return forms.JobsAnswer(jobs=rows, hidden=len(everybody) - len(rows))
+    all_jobs = {p.owner.job for p in agent_request.agent.board.processes.values() if p.owner.job}
+    return forms.JobsAnswer(jobs=rows, hidden=len(all_jobs) - len(rows))
 
 
-async def _query(asked: Asked) -> forms.QueryAnswer:
-    wanted = asked.parameters(forms.QueryParameters)
-    name = wanted.metric.removeprefix(PREFIX)
+async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryAnswer:
+    parameters = agent_request.parameters(forms.QueryParameters)
+    name = parameters.metric.removeprefix(PREFIX)
     metric = METRICS.get(name)
     if metric is None:
-        raise RequestError(
+        raise HttpError(
             404,
-            f"there is no metric `{wanted.metric}`",
+            f"there is no metric `{parameters.metric}`",
             slug="no-such-metric",
             hint=nearest(name, METRICS) + "docs/reference/agent-metrics.md lists them",
         )
     now_ns = time.time_ns()
-    pairs = [pair.partition("=") for pair in wanted.where.split(",") if pair]
-    if wrong := [label for label, equals, _ in pairs if not equals]:
-        raise wrong_request(f"`where` has `{wrong[0]}`, which is no label=value")
-    question = forms.HistoryQuestion(
+    conditions = [pair.partition("=") for pair in parameters.where.split(",") if pair]
+    if invalid := [label for label, equals, _ in conditions if not equals]:
+        raise make_bad_request(f"`where` has `{invalid[0]}`, which is no label=value")
+    query = forms.HistoryQuery(
         metric=name,
-        since_ns=moment(wanted.since, now_ns),
-        until_ns=moment(wanted.until, now_ns) if wanted.until else now_ns,
-        by=tuple(filter(None, wanted.by.split(","))),
-        where={label: value for label, _, value in pairs},
-        seen_as=asked.view.seen_as,
-        raw=wanted.raw,
+        since_ns=parse_time(parameters.since, now_ns),
+        until_ns=parse_time(parameters.until, now_ns) if parameters.until else now_ns,
+        by=tuple(filter(None, parameters.by.split(","))),
+        where={label: value for label, _, value in conditions},
+        seen_as=agent_request.view.seen_as,
+        raw=parameters.raw,
     )
-    if question.since_ns > question.until_ns:
-        raise wrong_request("`until` is before `since`")
-    series = list(await asked.agent.query(question))
+    if query.since_ns > query.until_ns:
+        raise make_bad_request("`until` is before `since`")
+    series = list(await agent_request.agent.query(query))
     points = sum(len(one_series.values) for one_series in series)
-    if points > _MOST_POINTS:
-        raise RequestError(
+    if points > _MAX_QUERY_POINTS:
+        raise HttpError(
             400,
             f"the answer would have {points:,} values",
             slug="too-many-values",
@@ -216,29 +216,29 @@ async def _query(asked: Asked) -> forms.QueryAnswer:
     return forms.QueryAnswer(
         metric=metric.full_name,
         kind=metric.kind,
-        unit=history.unit(name, raw=wanted.raw),
-        since_ns=question.since_ns,
-        until_ns=question.until_ns,
+        unit=history.get_unit(name, raw=parameters.raw),
+        since_ns=query.since_ns,
+        until_ns=query.until_ns,
         series=series,
     )
 
 
-async def _events(asked: Asked) -> forms.EventsAnswer:
+async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
     try:
-        wanted = msgspec.convert(dict(asked.request.query_params), forms.EventParameters)
+        parameters = msgspec.convert(dict(agent_request.request.query_params), forms.EventParameters)
     except msgspec.ValidationError as error:
-        raise wrong_request(str(error)) from error
-    since_ns = moment(wanted.since, time.time_ns())
+        raise make_bad_request(str(error)) from error
+    since_ns = parse_time(parameters.since, time.time_ns())
     events = [
         forms.EventAnswer(at_ns=event.at_ns, kind=event.kind, text=event.text, device=event.device, code=event.code)
-        for event in asked.view.board.events
+        for event in agent_request.view.board.events
     ]
-    for kill in asked.view.oom_kills:
-        limit = "" if kill.limit_bytes is None else f", which may have {units.size(kill.limit_bytes)}"
+    for kill in agent_request.view.oom_kills:
+        limit = "" if kill.limit_bytes is None else f", which may have {units.format_size(kill.limit_bytes)}"
         events.append(
             forms.EventAnswer(
                 at_ns=kill.at_ns, kind="oom-kill", cgroup=kill.cgroup, job=kill.job, count=kill.kills,
-                text=f"{units.count_of(kill.kills, 'process')} killed for want of memory in {kill.cgroup}{limit}",
+                text=f"{units.format_quantity(kill.kills, 'process')} killed for want of memory in {kill.cgroup}{limit}",
             )
         )  # fmt: skip
     return forms.EventsAnswer(
@@ -247,156 +247,168 @@ async def _events(asked: Asked) -> forms.EventsAnswer:
 
 
 @cache
-def boot_id() -> str:
+def read_boot_id() -> str:
     """What the kernel calls this start of the host; "" where it does not say."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
 
-async def _pause(asked: Asked) -> forms.PauseAnswer:
-    body = await asked.body(forms.PauseBody)
+async def _pause_counters(agent_request: AgentRequest) -> forms.PauseAnswer:
+    body = await agent_request.body(forms.PauseBody)
     until_ns = time.time_ns() + int(body.seconds * 1e9)
-    return forms.PauseAnswer(paused=await asked.agent.pause(body.seconds), until_ns=until_ns)
+    return forms.PauseAnswer(paused=await agent_request.agent.pause(body.seconds), until_ns=until_ns)
 
 
-async def _steps(asked: Asked) -> forms.StepsAnswer:
-    if asked.peer.pid is None or asked.peer.uid is None:
-        raise RequestError(
+async def _receive_steps(agent_request: AgentRequest) -> forms.StepsAnswer:
+    if agent_request.peer.pid is None or agent_request.peer.uid is None:
+        raise HttpError(
             403,
             "steps are taken over the unix socket alone",
             slug="not-allowed",
             hint="there the kernel says which process tells them",
         )
-    body = await asked.body(forms.StepsBody)
-    asked.agent.steps(asked.peer.pid, asked.peer.uid, body)
+    body = await agent_request.body(forms.StepsBody)
+    agent_request.agent.steps(agent_request.peer.pid, agent_request.peer.uid, body)
     return forms.StepsAnswer(steps=len(body.steps))
 
 
-async def _trace(asked: Asked) -> forms.TraceAnswer:
-    if asked.peer.uid is None:
-        raise RequestError(
+async def _analyze_job_trace(agent_request: AgentRequest) -> forms.TraceAnswer:
+    if agent_request.peer.uid is None:
+        raise HttpError(
             403, "traces are taken over the unix socket alone", slug="not-allowed",
             hint="there the kernel says who asks, and so whose files are read",
         )  # fmt: skip
-    body = await asked.body(forms.TraceBody)
-    if body.job not in asked.view.jobs:
-        raise RequestError(
-            404, f"there is no job `{body.job}` of yours on this host", slug="no-such-job",
-            hint=nearest(body.job, asked.view.jobs) + "`traceloom agent ps` lists them",
+    form = await agent_request.body(forms.TraceBody)
+    if form.job not in agent_request.view.jobs:
+        raise HttpError(
+            404, f"there is no job `{form.job}` of yours on this host", slug="no-such-job",
+            hint=nearest(form.job, agent_request.view.jobs) + "`traceloom agent ps` lists them",
         )  # fmt: skip
-    if not Path(body.path).is_absolute():
-        raise wrong_request("`path` is not absolute")
-    facts = await asked.agent.learn(body.job, body.path, asked.peer.uid)
-    return forms.TraceAnswer(job=body.job, **msgspec.structs.asdict(facts))
+    if not Path(form.path).is_absolute():
+        raise make_bad_request("`path` is not absolute")
+    facts = await agent_request.agent.learn(form.job, form.path, agent_request.peer.uid)
+    return forms.TraceAnswer(job=form.job, **msgspec.structs.asdict(facts))
 
 
-def _may_trace(asked: Asked) -> Callable[[int], bool]:
+def _build_trace_permission_check(agent_request: AgentRequest) -> Callable[[int], bool]:
     """Whether the one who asks may trace processes of a user: the own ones; who may act, all.
 
     Raises:
         RequestError: `not-allowed`: nobody knows who it is, or it may only read.
     """
-    peer = asked.peer
+    peer = agent_request.peer
     if peer.uid is None and not peer.acts:
-        raise RequestError(
+        raise HttpError(
             403, "traces are for users of this host, over the unix socket, and for tokens that may do all",
             slug="not-allowed", hint="over the unix socket the kernel says who asks",
         )  # fmt: skip
     return lambda uid: peer.acts or peer.uid == uid
 
 
-def _own_request(asked: Asked) -> TraceRequest:
+def _find_own_request(agent_request: AgentRequest) -> TraceRequest:
     """The request that the path names.
 
     Raises:
         RequestError: `no-such-request`: there is none, or it is about another user's processes.
     """
-    may_trace = _may_trace(asked)
-    request = asked.agent.desk.requests.get(asked.request.path_params["id"])
+    may_trace = _build_trace_permission_check(agent_request)
+    request = agent_request.agent.desk.requests.get(agent_request.request.path_params["id"])
     if request is None or not may_trace(request.uid):
-        raise RequestError(404, "there is no such request of yours", slug="no-such-request")
+        raise HttpError(404, "there is no such request of yours", slug="no-such-request")
     return request
 
 
-async def _requests(asked: Asked) -> forms.RequestsAnswer:
-    may_trace = _may_trace(asked)
-    own = [request for request in asked.agent.desk.requests.values() if may_trace(request.uid)]
-    return forms.RequestsAnswer(requests=[forms.RequestAnswer(**msgspec.structs.asdict(request)) for request in own])
+async def _list_requests(agent_request: AgentRequest) -> forms.RequestsAnswer:
+    may_trace = _build_trace_permission_check(agent_request)
+    own_requests = [request for request in agent_request.agent.desk.requests.values() if may_trace(request.uid)]
+    return forms.RequestsAnswer(
+        requests=[forms.RequestAnswer(**msgspec.structs.asdict(request)) for request in own_requests]
+    )
 
 
-async def _request_trace(asked: Asked) -> forms.RequestAnswer:
-    may_trace = _may_trace(asked)
-    wanted = await asked.body(Wanted)
-    asks = msgspec.to_builtins(wanted)
+async def _submit_request(agent_request: AgentRequest) -> forms.RequestAnswer:
+    may_trace = _build_trace_permission_check(agent_request)
+    spec = await agent_request.body(TraceSpec)
+    spec_fields = msgspec.to_builtins(spec)
     try:
-        request = await asked.agent.desk.submit(wanted, asked.peer.name, may_trace)
-    except RequestError as refusal:
-        asked.agent.acts(
-            asked.peer.name, asked.peer.pid, "/api/v1/requests", allowed=False, why=refusal.slug, wanted=asks
+        request = await agent_request.agent.desk.submit(spec, agent_request.peer.name, may_trace)
+    except HttpError as refusal:
+        agent_request.agent.acts(
+            agent_request.peer.name,
+            agent_request.peer.pid,
+            "/api/v1/requests",
+            allowed=False,
+            why=refusal.slug,
+            wanted=spec_fields,
         )
         raise
     pids = sorted({target.pid for target in request.targets})
-    asked.agent.acts(
-        asked.peer.name, asked.peer.pid, "/api/v1/requests", allowed=True, request=request.id, of=request.uid,
-        pids=pids, wanted=asks,
+    agent_request.agent.acts(
+        agent_request.peer.name, agent_request.peer.pid, "/api/v1/requests", allowed=True, request=request.id, of=request.uid,
+        pids=pids, wanted=spec_fields,
     )  # fmt: skip
     return forms.RequestAnswer(**msgspec.structs.asdict(request))
 
 
-async def _cancel(asked: Asked) -> forms.RequestAnswer:
-    request = _own_request(asked)
-    asked.agent.desk.cancel(request)
-    asked.agent.acts(
-        asked.peer.name, asked.peer.pid, "/api/v1/requests/{id}", allowed=True, request=request.id, cancels=True
+async def _cancel_request(agent_request: AgentRequest) -> forms.RequestAnswer:
+    request = _find_own_request(agent_request)
+    agent_request.agent.desk.cancel(request)
+    agent_request.agent.acts(
+        agent_request.peer.name,
+        agent_request.peer.pid,
+        "/api/v1/requests/{id}",
+        allowed=True,
+        request=request.id,
+        cancels=True,
     )
     return forms.RequestAnswer(**msgspec.structs.asdict(request))
 
 
-async def _request_events(asked: Asked) -> Response:
-    request = _own_request(asked)
+async def _watch_request(agent_request: AgentRequest) -> Response:
+    request = _find_own_request(agent_request)
 
     async def events() -> AsyncIterator[bytes]:
-        async for changed in asked.agent.desk.changes(request):
-            yield b"event: request\ndata: " + msgspec.json.encode(changed) + b"\n\n"
+        async for updated_request in agent_request.agent.desk.changes(request):
+            yield b"event: request\ndata: " + msgspec.json.encode(updated_request) + b"\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-async def _environment(asked: Asked) -> forms.EnvironmentAnswer:
-    if asked.peer.uid is None:
-        raise RequestError(403, "this is told over the unix socket alone", slug="not-allowed")
-    return forms.EnvironmentAnswer(variables=asked.agent.environment(asked.peer.uid))
+async def _get_environment(agent_request: AgentRequest) -> forms.EnvironmentAnswer:
+    if agent_request.peer.uid is None:
+        raise HttpError(403, "this is told over the unix socket alone", slug="not-allowed")
+    return forms.EnvironmentAnswer(variables=agent_request.agent.environment(agent_request.peer.uid))
 
 
-async def _stacks(asked: Asked) -> forms.StacksAnswer:
-    wanted = asked.parameters(forms.StacksParameters)
-    if bool(wanted.job) == bool(wanted.pid):
-        raise wrong_request("it takes either `job` or `pid`")
-    view = asked.view
+async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
+    parameters = agent_request.parameters(forms.StacksParameters)
+    if bool(parameters.job) == bool(parameters.pid):
+        raise make_bad_request("it takes either `job` or `pid`")
+    view = agent_request.view
     processes = [
         process
         for process in view.processes.values()
-        if (process.owner.job == wanted.job if wanted.job else process.pid == wanted.pid)
+        if (process.owner.job == parameters.job if parameters.job else process.pid == parameters.pid)
     ]
     if not processes:
-        what = f"job `{wanted.job}`" if wanted.job else f"process {wanted.pid} that matters"
-        raise RequestError(
-            404, f"there is no {what} of yours on this host", slug="no-such-job" if wanted.job else "no-such-process",
-            hint=nearest(wanted.job, view.jobs) + "`traceloom agent ps` lists them",
+        subject = f"job `{parameters.job}`" if parameters.job else f"process {parameters.pid} that matters"
+        raise HttpError(
+            404, f"there is no {subject} of yours on this host", slug="no-such-job" if parameters.job else "no-such-process",
+            hint=nearest(parameters.job, view.jobs) + "`traceloom agent ps` lists them",
         )  # fmt: skip
     # A token that only reads sees no command lines of others: where their programs are, it sees even less.
-    allowed = asked.peer.acts or all(process.uid == asked.peer.uid for process in processes)
-    asked.agent.acts(asked.peer.name, asked.peer.pid, "/api/v1/stacks", allowed=allowed)
+    allowed = agent_request.peer.acts or all(process.uid == agent_request.peer.uid for process in processes)
+    agent_request.agent.acts(agent_request.peer.name, agent_request.peer.pid, "/api/v1/stacks", allowed=allowed)
     if not allowed:
-        raise RequestError(403, "stacks are for whose the processes are, and for root", slug="not-allowed")
-    stacks = await asked.agent.stacks(processes, native=wanted.native)
+        raise HttpError(403, "stacks are for whose the processes are, and for root", slug="not-allowed")
+    stacks = await agent_request.agent.stacks(processes, native=parameters.native)
     return forms.StacksAnswer(
         at_ns=time.time_ns(), sentence=stacks.sentence, groups=stacks.groups, unseen=stacks.unseen
     )
 
 
 ROUTES = (
-    Route(path="/healthz", summary="Whether the agent lives", answers=_healthz, answer=forms.Health, refuses=(503,)),
+    Route(path="/healthz", summary="Whether the agent lives", answers=_get_health, answer=forms.Health, refuses=(503,)),
     Route(
         path="/api/v1/status",
         summary="The agent and how it fares",
@@ -406,26 +418,31 @@ ROUTES = (
     Route(
         path="/api/v1/doctor",
         summary="What works on this host, what not, and what would help",
-        answers=_doctor,
+        answers=_get_doctor_report,
         answer=forms.DoctorAnswer,
     ),
     Route(
         path="/api/v1/devices",
         summary="Devices, what is measured of them now, and who is on them",
-        answers=_devices,
+        answers=_list_devices,
         answer=forms.DevicesAnswer,
     ),
     Route(
         path="/api/v1/processes",
         summary="Processes that matter, and whose they are",
-        answers=_processes,
+        answers=_list_processes,
         answer=forms.ProcessesAnswer,
     ),
-    Route(path="/api/v1/jobs", summary="Jobs, as far as they are on this host", answers=_jobs, answer=forms.JobsAnswer),
+    Route(
+        path="/api/v1/jobs",
+        summary="Jobs, as far as they are on this host",
+        answers=_list_jobs,
+        answer=forms.JobsAnswer,
+    ),
     Route(
         path="/api/v1/query",
         summary="What a metric was",
-        answers=_query,
+        answers=_query_metric_history,
         answer=forms.QueryAnswer,
         parameters=forms.QueryParameters,
         refuses=(400, 404),
@@ -433,7 +450,7 @@ ROUTES = (
     Route(
         path="/api/v1/events",
         summary="What happened: errors of devices, processes killed for want of memory",
-        answers=_events,
+        answers=_list_events,
         answer=forms.EventsAnswer,
         parameters=forms.EventParameters,
         refuses=(400,),
@@ -441,7 +458,7 @@ ROUTES = (
     Route(
         path="/api/v1/stacks",
         summary="What all threads of a process or a job do now, equal stacks together",
-        answers=_stacks,
+        answers=_collect_stacks,
         answer=forms.StacksAnswer,
         parameters=forms.StacksParameters,
         refuses=(400, 403, 404, 429),
@@ -449,7 +466,7 @@ ROUTES = (
     Route(
         path="/api/v1/hangs",
         summary="Jobs that hang or hung, and the rank that the others wait for",
-        answers=lambda asked: hangs_answer(
+        answers=lambda asked: build_hangs_answer(
             asked.agent.hangs, asked.parameters(forms.HangParameters).job, asked.peer, asked.view.jobs
         ),
         answer=forms.HangsAnswer,
@@ -460,14 +477,14 @@ ROUTES = (
         path="/api/v1/clock",
         summary="The clocks of this host",
         answers=lambda _: forms.ClockAnswer(
-            wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns(), boot_id=boot_id()
+            wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns(), boot_id=read_boot_id()
         ),
         answer=forms.ClockAnswer,
     ),
     Route(
         path="/api/v1/counters/pause",
         summary="Let go of hardware counters for another profiler",
-        answers=_pause,
+        answers=_pause_counters,
         answer=forms.PauseAnswer,
         method="POST",
         body=forms.PauseBody,
@@ -477,7 +494,7 @@ ROUTES = (
     Route(
         path="/api/v1/steps",
         summary="Tell the steps that this process finished",
-        answers=_steps,
+        answers=_receive_steps,
         answer=forms.StepsAnswer,
         method="POST",
         body=forms.StepsBody,
@@ -486,7 +503,7 @@ ROUTES = (
     Route(
         path="/api/v1/traces",
         summary="Judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
-        answers=_trace,
+        answers=_analyze_job_trace,
         answer=forms.TraceAnswer,
         method="POST",
         body=forms.TraceBody,
@@ -495,43 +512,45 @@ ROUTES = (
     Route(
         path="/api/v1/environment",
         summary="The variables that prepare a job for traces on demand",
-        answers=_environment,
+        answers=_get_environment,
         answer=forms.EnvironmentAnswer,
         refuses=(403, 503),
     ),
     Route(
         path="/api/v1/triggers",
         summary="Rules by which traces are taken that nobody asked for, and what they may still cost",
-        answers=lambda asked: triggers_answer(asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer),
+        answers=lambda asked: build_triggers_answer(
+            asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer
+        ),
         answer=forms.TriggersAnswer,
     ),
     Route(
         path="/api/v1/requests",
         summary="Requests for traces of your processes",
-        answers=_requests,
+        answers=_list_requests,
         answer=forms.RequestsAnswer,
         refuses=(403,),
     ),
     Route(
         path="/api/v1/requests",
         summary="Ask for a trace",
-        answers=_request_trace,
+        answers=_submit_request,
         answer=forms.RequestAnswer,
         method="POST",
-        body=Wanted,
+        body=TraceSpec,
         refuses=(400, 403, 404, 413, 503),
     ),
     Route(
         path="/api/v1/requests/{id}",
         summary="How far a request is",
-        answers=lambda asked: forms.RequestAnswer(**msgspec.structs.asdict(_own_request(asked))),
+        answers=lambda asked: forms.RequestAnswer(**msgspec.structs.asdict(_find_own_request(asked))),
         answer=forms.RequestAnswer,
         refuses=(403, 404),
     ),
     Route(
         path="/api/v1/requests/{id}",
         summary="Cancel a request",
-        answers=_cancel,
+        answers=_cancel_request,
         answer=forms.RequestAnswer,
         method="DELETE",
         refuses=(403, 404),
@@ -539,7 +558,7 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}/events",
         summary="A request at each change until it has ended, as server-sent events",
-        answers=_request_events,
+        answers=_watch_request,
         content="text/event-stream",
         refuses=(403, 404),
     ),
@@ -547,7 +566,7 @@ ROUTES = (
         path="/api/v1/requests/{id}/files/{name}",
         summary="A file of a request",
         answers=lambda asked: FileResponse(
-            asked.agent.desk.file(_own_request(asked), asked.request.path_params["name"]),
+            asked.agent.desk.file(_find_own_request(asked), asked.request.path_params["name"]),
             media_type="application/octet-stream",
         ),
         content="application/octet-stream",

@@ -7,15 +7,22 @@ from typing import Any
 
 import msgspec
 
-from traceloom.agent.api import FiredAnswer, HangAnswer, HangsAnswer, RefusedAnswer, TriggerAnswer, TriggersAnswer
+from traceloom.agent.api import (
+    HangAnswer,
+    HangsAnswer,
+    LastFiringAnswer,
+    LastRefusalAnswer,
+    TriggerAnswer,
+    TriggersAnswer,
+)
 from traceloom.agent.config import TriggerBudget
-from traceloom.agent.hangs.service import HangDesk, HangRecord
-from traceloom.agent.triggers.adapter import Triggers, on
-from traceloom.agent.triggers.store import Fired, Refused
-from traceloom.server.access import Peer
+from traceloom.agent.hangs.service import HangRecord, HangService
+from traceloom.agent.triggers.adapter import TriggerEngine, get_rule_kind
+from traceloom.agent.triggers.store import LastFiring, LastRefusal
+from traceloom.server.access import Caller
 
 
-def hangs_answer(desk: HangDesk, job: str, peer: Peer, jobs: Collection[str]) -> HangsAnswer:
+def build_hangs_answer(desk: HangService, job: str, peer: Caller, jobs: Collection[str]) -> HangsAnswer:
     """The hangs that the one who asks may see, of one job or ("") of all; and which of their jobs are watched."""
 
     def shown(record: HangRecord) -> HangAnswer:
@@ -40,24 +47,24 @@ def hangs_answer(desk: HangDesk, job: str, peer: Peer, jobs: Collection[str]) ->
     )
 
 
-def triggers_answer(triggers: Triggers, budget: TriggerBudget, peer: Peer) -> TriggersAnswer:
+def build_triggers_answer(triggers: TriggerEngine, budget: TriggerBudget, peer: Caller) -> TriggersAnswer:
     """All rules; those parts of them that the one who asks may see."""
 
-    def own(last: Fired | Refused | None) -> dict[str, Any] | None:
+    def own(last: LastFiring | LastRefusal | None) -> dict[str, Any] | None:
         if last is None or not (peer.sees == "all" or (peer.sees == "own" and last.uid == peer.uid)):
             return None
         return {name: value for name, value in msgspec.structs.asdict(last).items() if name != "uid"}
 
-    troubles, rules = triggers.trouble(), []
+    problems, rules = triggers.trouble(), []
     for name, rule in triggers.rules.items():
         counts = triggers.counts[name]
         last, refusal = own(counts.last), own(counts.last_refusal)
         rules.append(
             TriggerAnswer(
-                name=name, on=on(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
+                name=name, on=get_rule_kind(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
                 refusals=dict(counts.refusals), traced_seconds=counts.traced_seconds, kept_bytes=counts.kept_bytes,
-                last=FiredAnswer(**last) if last else None, last_refusal=RefusedAnswer(**refusal) if refusal else None,
-                trouble=troubles.get(name, ""), rule=rule if peer.sees == "all" else None,
+                last=LastFiringAnswer(**last) if last else None, last_refusal=LastRefusalAnswer(**refusal) if refusal else None,
+                trouble=problems.get(name, ""), rule=rule if peer.sees == "all" else None,
             )
         )  # fmt: skip
     return TriggersAnswer(

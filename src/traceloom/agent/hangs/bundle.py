@@ -25,22 +25,28 @@ from traceloom import __version__
 from traceloom.agent import worker
 from traceloom.agent.collectors.collector import read
 from traceloom.agent.hangs.detector import Hang
-from traceloom.agent.hangs.flight_recorder import FlightDump, FlightFindings, FlightVerdict, NoFlightDumpError, fetch
-from traceloom.agent.hangs.stacks import GroupedStacks, feed, grouped, main_processes, numbers
-from traceloom.agent.metrics import Series
+from traceloom.agent.hangs.flight_recorder import (
+    FlightDump,
+    FlightFindings,
+    FlightVerdict,
+    NoFlightDumpError,
+    fetch_flight_record,
+)
+from traceloom.agent.hangs.stacks import GroupedStacks, collect_stacks, find_rank_pids, format_ranges, group_stacks
+from traceloom.agent.metrics import SeriesKey
 from traceloom.agent.ownership.environment import DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import telemetry
-from traceloom.agent.profilers.py_spy import StackDump, new_file
+from traceloom.agent.profilers.py_spy import StackDump, write_new_file
 from traceloom.errors import TraceloomError
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 
 VERSION = 1
 LOG = logging.getLogger("traceloom.agent")
-_MOST_RECORDS = 64  # flight records of a bundle
-_MOST_ASKED = 256 << 20  # bytes of those that are only judged
-_JUDGING_S = 120.0
+_MAX_RECORDS = 64  # flight records of a bundle
+_MAX_RECORD_BYTES = 256 << 20  # bytes of those that are only judged
+_ANALYSIS_TIMEOUT_S = 120.0
 
 
 class Witness(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +77,7 @@ class HangEvent(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
 
 
-class HangMember(msgspec.Struct, frozen=True, kw_only=True):
+class HangProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A process of the job. `steps`: that it has made, where known; `flight`: how its record was had, or why not."""
 
     pid: int
@@ -82,14 +88,14 @@ class HangMember(msgspec.Struct, frozen=True, kw_only=True):
     flight: str = ""
 
 
-class HangScene(msgspec.Struct, frozen=True, kw_only=True):
+class HangContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent knew when it saw the hang. `series`: of the last minutes, times in ns and values."""
 
     host: str
     processes: tuple[Process, ...]
     devices: tuple[HungDevice, ...]
     events: tuple[HangEvent, ...]
-    series: dict[Series, tuple[array[int], array[float]]]
+    series: dict[SeriesKey, tuple[array[int], array[float]]]
 
 
 class HangReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,14 +115,14 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
     ranks: tuple[int, ...]
     witnesses: tuple[Witness, ...]
-    members: tuple[HangMember, ...]
+    members: tuple[HangProcessInfo, ...]
     devices: tuple[HungDevice, ...]
     events: tuple[HangEvent, ...]
     files: tuple[str, ...] = ()
     left_out: dict[str, str] = {}
 
 
-class _Flights(msgspec.Struct, frozen=True, kw_only=True):
+class _FlightRecords(msgspec.Struct, frozen=True, kw_only=True):
     """How each record was had or why not, by pid, what they say, and the collectives that ranks wait in, by pid."""
 
     notes: dict[int, str]
@@ -124,26 +130,28 @@ class _Flights(msgspec.Struct, frozen=True, kw_only=True):
     waits: dict[int, str] = {}
 
 
-class _BundleFolder:
+class _BundleDirectory:
     """The files of a bundle, up to a number of bytes."""
 
-    def __init__(self, directory: Path, most: int) -> None:
-        self.directory, self.room = directory, most
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self.directory, self.room = directory, max_bytes
         self.files: list[str] = []
         self.left_out: dict[str, str] = {}
 
     def put(self, name: str, content: bytes) -> Path | None:
         """A new file; None where there is no room for it."""
         if len(content) > self.room:
-            self.left_out[name] = f"it has {units.size(len(content))}, and the bundle would be larger than `most_mb`"
+            self.left_out[name] = (
+                f"it has {units.format_size(len(content))}, and the bundle would be larger than `most_mb`"
+            )
             return None
-        path = new_file(self.directory / name, content)
+        path = write_new_file(self.directory / name, content)
         self.room -= len(content)
         self.files.append(name)
         return path
 
 
-class _Account(msgspec.Struct, frozen=True, kw_only=True):
+class _HangDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen of the processes of a hang, and what follows from it."""
 
     dumps: dict[int, StackDump]
@@ -154,23 +162,25 @@ class _Account(msgspec.Struct, frozen=True, kw_only=True):
     witnesses: tuple[Witness, ...]
 
 
-async def known_waits(processes: Sequence[Process]) -> dict[int, str]:
+async def find_collective_waits(processes: Sequence[Process]) -> dict[int, str]:
     """The collectives that ranks wait in by their flight records, pid -> collective; of those that can be asked."""
     if not any(process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)):
         return {}
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
-        flights = await _flights(processes, time.time_ns(), _BundleFolder(Path(name), _MOST_ASKED))
+        flights = await _collect_flight_records(
+            processes, time.time_ns(), _BundleDirectory(Path(name), _MAX_RECORD_BYTES)
+        )
     return flights.waits
 
 
-async def sentence_of(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
+async def describe_hang(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
     """Who is where, and the ranks that the others wait for; nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
-        account = await _account(hang, processes, _BundleFolder(Path(name), _MOST_ASKED))
+        account = await _examine_hang(hang, processes, _BundleDirectory(Path(name), _MAX_RECORD_BYTES))
     return account.sentence, account.ranks
 
 
-async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes: int) -> HangReport:
+async def write_bundle(hang: Hang, scene: HangContext, directory: Path, max_bytes: int) -> HangReport:
     """Keep what all processes of the job do, and say whom they wait for.
 
     Writes `hang.json`, `hang.md`, `stacks.json`, `rank<N>.dump.json` (or `pid<PID>.dump.json`), `flight_rank_<N>` (as
@@ -180,66 +190,68 @@ async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes
         hang: What was seen.
         scene: What else is known.
         directory: A new or empty one.
-        most_bytes: Of all files together, about.
+        max_bytes: Of all files together, about.
 
     Raises:
         ProfilerError: `cannot-write`.
     """
-    folder = _BundleFolder(directory, most_bytes)
+    bundle = _BundleDirectory(directory, max_bytes)
     processes = scene.processes
-    account = await _account(hang, processes, folder)
+    account = await _examine_hang(hang, processes, bundle)
     owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
     steps = {member.pid: member.steps for member in hang.processes}
-    await asyncio.to_thread(_write_evidence, folder, scene, account)
+    await asyncio.to_thread(_write_evidence, bundle, scene, account)
     report = HangReport(
         host=scene.host, job=hang.job, uid=hang.uid, name=owner.name, world_size=owner.world_size,
         since_ns=hang.since_ns, seen_ns=hang.seen_ns, median_step_seconds=hang.median_s, sentence=account.sentence,
         ranks=account.ranks, witnesses=account.witnesses, devices=scene.devices, events=scene.events,
         members=tuple(
-            HangMember(
-                pid=process.pid, rank=process.owner.rank, state=_state(process) or "ended", command=process.command,
+            HangProcessInfo(
+                pid=process.pid, rank=process.owner.rank, state=_read_process_state(process) or "ended", command=process.command,
                 steps=steps.get(process.pid), flight=account.flight_notes.get(process.pid, ""),
             )
             for process in processes
         ),
-        files=(*folder.files, "hang.json", "hang.md"), left_out=folder.left_out,
+        files=(*bundle.files, "hang.json", "hang.md"), left_out=bundle.left_out,
     )  # fmt: skip
     document = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    await asyncio.to_thread(new_file, directory / "hang.json", document)
-    await asyncio.to_thread(new_file, directory / "hang.md", page(report, account.stacks).encode())
+    await asyncio.to_thread(write_new_file, directory / "hang.json", document)
+    await asyncio.to_thread(write_new_file, directory / "hang.md", render_bundle_page(report, account.stacks).encode())
     return report
 
 
-async def _account(hang: Hang, processes: Sequence[Process], folder: _BundleFolder) -> _Account:
+async def _examine_hang(hang: Hang, processes: Sequence[Process], bundle: _BundleDirectory) -> _HangDiagnosis:
     """Look at the processes, and judge; flight records are put into the folder."""
-    looked = await feed(processes)
-    flights = await _flights(processes, hang.since_ns, folder)
+    python_stacks = await collect_stacks(processes)
+    flights = await _collect_flight_records(processes, hang.since_ns, bundle)
     # Native calls last: a process stands still for them. One that is stopped would not answer.
-    native = await feed([process for process in processes if _state(process) not in ("T", "t")], native=True)
-    dumps = looked.dumps | native.dumps
-    reasons = {pid: reason for pid, reason in looked.reasons.items() if pid not in dumps}
+    native = await collect_stacks(
+        [process for process in processes if _read_process_state(process) not in ("T", "t")], native=True
+    )
+    dumps = python_stacks.dumps | native.dumps
+    reasons = {pid: reason for pid, reason in python_stacks.reasons.items() if pid not in dumps}
     now_ns = time.time_ns()
     group = partial(
-        grouped,
+        group_stacks,
         processes,
         dumps,
         reasons,
         {member.pid: member.steps for member in hang.processes},
         ended={
-            gone.rank: f"its process {gone.pid} ended {units.duration(max(now_ns - gone.ended_ns, 0))} ago"
-            for gone in hang.gone
-            if gone.rank is not None
+            ended_process.rank: f"its process {ended_process.pid} ended {units.format_duration(max(now_ns - ended_process.ended_ns, 0))} ago"
+            for ended_process in hang.gone
+            if ended_process.rank is not None
         },
     )
-    alone = await asyncio.to_thread(group)
+    stacks_only = await asyncio.to_thread(group)
     stacks = await asyncio.to_thread(group, waits=flights.waits)
-    sentence, ranks, witnesses = _judged(hang, processes, alone, stacks, flights.verdict)
-    return _Account(
-        dumps=dumps, stacks=stacks, flight_notes=flights.notes, sentence=sentence, ranks=ranks, witnesses=witnesses
+    summary, ranks, witnesses = _find_blocking_ranks(hang, processes, stacks_only, stacks, flights.verdict)
+    return _HangDiagnosis(
+        dumps=dumps, stacks=stacks, flight_notes=flights.notes, sentence=summary, ranks=ranks, witnesses=witnesses
     )
 
 
-def _state(process: Process) -> str:
+def _read_process_state(process: Process) -> str:
     """As the kernel says now; "" of one that has ended."""
     try:
         fields = read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
@@ -248,46 +260,48 @@ def _state(process: Process) -> str:
     return fields[0].decode() if int(fields[19]) == process.start_ticks else ""
 
 
-async def _flights(processes: Sequence[Process], since_ns: int, folder: _BundleFolder) -> _Flights:
+async def _collect_flight_records(
+    processes: Sequence[Process], since_ns: int, bundle: _BundleDirectory
+) -> _FlightRecords:
     """Ask every rank for its record, and a process of its own for what they say."""
     dumps: dict[int, FlightDump] = {}
     notes: dict[int, str] = {}
-    mains = main_processes(processes)
+    mains = find_rank_pids(processes)
     ranks = [process for process in processes if process.pid in mains and process.owner.rank is not None]
 
     async def take(process: Process) -> None:
         assert process.owner.rank is not None
         try:
-            dumps[process.owner.rank] = await asyncio.to_thread(fetch, process, since_ns)
+            dumps[process.owner.rank] = await asyncio.to_thread(fetch_flight_record, process, since_ns)
             notes[process.pid] = dumps[process.owner.rank].how
         except NoFlightDumpError as error:
             notes[process.pid] = str(error)
 
-    await asyncio.gather(*(take(process) for process in ranks[:_MOST_RECORDS]))
+    await asyncio.gather(*(take(process) for process in ranks[:_MAX_RECORDS]))
     paths: dict[str, str] = {}
-    for rank, each in sorted(dumps.items()):
-        name = f"flight_rank_{rank}" + (".json" if each.kind == "json" else "")
-        if path := await asyncio.to_thread(folder.put, name, each.data):
+    for rank, dump in sorted(dumps.items()):
+        name = f"flight_rank_{rank}" + (".json" if dump.kind == "json" else "")
+        if path := await asyncio.to_thread(bundle.put, name, dump.data):
             paths[str(rank)] = str(path)
     if not paths:
-        return _Flights(notes=notes)
+        return _FlightRecords(notes=notes)
     try:
-        task = partial(worker.run, "flight-records", timeout_s=_JUDGING_S, files=paths)
+        task = partial(worker.run, "flight-records", timeout_s=_ANALYSIS_TIMEOUT_S, files=paths)
         findings = msgspec.convert(await asyncio.to_thread(task), FlightFindings, strict=False)
     except (TraceloomError, msgspec.ValidationError) as error:
         LOG.warning("flight records of job %s were not understood: %s", processes[0].owner.job, error)
-        return _Flights(notes=notes)
+        return _FlightRecords(notes=notes)
     pids = {str(process.owner.rank): process.pid for process in ranks}
-    notes |= {pids[rank]: f"its record is not understood: {why}" for rank, why in findings.bad.items()}
+    notes |= {pids[rank]: f"its record is not understood: {reason}" for rank, reason in findings.bad.items()}
     waits = findings.verdict.waits
-    of_pids = {process.pid: waits[process.owner.rank] for process in ranks if process.owner.rank in waits}
-    return _Flights(notes=notes, verdict=findings.verdict, waits=of_pids)
+    waits_by_pid = {process.pid: waits[process.owner.rank] for process in ranks if process.owner.rank in waits}
+    return _FlightRecords(notes=notes, verdict=findings.verdict, waits=waits_by_pid)
 
 
-def _judged(
+def _find_blocking_ranks(
     hang: Hang,
     processes: Sequence[Process],
-    alone: GroupedStacks,
+    stacks_only: GroupedStacks,
     stacks: GroupedStacks,
     flight: FlightVerdict | None,
 ) -> tuple[str, tuple[int, ...], tuple[Witness, ...]]:
@@ -296,28 +310,28 @@ def _judged(
     Args:
         hang: What was seen.
         processes: Of the job.
-        alone: By their stacks alone.
+        stacks_only: By their stacks alone.
         stacks: By their stacks, and the waits that the flight recorder knows.
         flight: What the flight recorder says.
     """
-    mains = main_processes(processes)
+    mains = find_rank_pids(processes)
     stopped = sorted(
         process.owner.rank
         for process in processes
-        if process.pid in mains and process.owner.rank is not None and _state(process) in ("T", "t")
+        if process.pid in mains and process.owner.rank is not None and _read_process_state(process) in ("T", "t")
     )
-    gone = sorted(gone.rank for gone in hang.gone if gone.rank is not None)
-    elsewhere = _elsewhere(stacks)
+    ended = sorted(ended.rank for ended in hang.gone if ended.rank is not None)
+    elsewhere = _list_diverging_ranks(stacks)
     stop = (
-        [f"{_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"]
+        [f"{_format_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"]
         if stopped
         else []
     )
-    states = [*stop, *([f"{_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended"] if gone else [])]
+    states = [*stop, *([f"{_format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended"] if ended else [])]
     witnesses: list[Witness] = []
     if states:
-        witnesses.append(Witness(source="states", sentence="; ".join(states), ranks=tuple(sorted({*stopped, *gone}))))
-    witnesses.append(Witness(source="stacks", sentence=alone.sentence, ranks=_elsewhere(alone)))
+        witnesses.append(Witness(source="states", sentence="; ".join(states), ranks=tuple(sorted({*stopped, *ended}))))
+    witnesses.append(Witness(source="stacks", sentence=stacks_only.sentence, ranks=_list_diverging_ranks(stacks_only)))
     parts = [*stop, stacks.sentence]
     if flight is not None:
         witnesses.append(Witness(source="flight recorder", sentence=flight.sentence, ranks=flight.ranks))
@@ -325,37 +339,39 @@ def _judged(
             parts.append(f"by the flight recorder, {flight.sentence}")
         if elsewhere and flight.ranks and set(elsewhere) != set(flight.ranks):
             parts.append(
-                f"the two disagree: stacks name {_ranks(elsewhere)}, the flight recorder {_ranks(flight.ranks)}"
+                f"the two disagree: stacks name {_format_ranks(elsewhere)}, the flight recorder {_format_ranks(flight.ranks)}"
             )
-    ranks = tuple(sorted({*stopped, *gone})) or (flight.ranks if flight else ()) or elsewhere
+    ranks = tuple(sorted({*stopped, *ended})) or (flight.ranks if flight else ()) or elsewhere
     waiting = [group.waits_in for group in stacks.groups if group.role == "rank"]
     if not ranks and waiting and all(waiting):
-        here = {process.owner.rank for process in processes if process.owner.rank is not None}
-        others = max((p.owner.world_size for p in processes if p.owner.world_size is not None), default=0) - len(here)
-        if others > 0:
+        local_ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
+        remote_count = max((p.owner.world_size for p in processes if p.owner.world_size is not None), default=0) - len(
+            local_ranks
+        )
+        if remote_count > 0:
             parts.append(
-                f"all {len(here)} ranks of this host wait: who is elsewhere is among the {others} of other hosts"
+                f"all {len(local_ranks)} ranks of this host wait: who is elsewhere is among the {remote_count} of other hosts"
             )
-        elif len(here) > 1:
+        elif len(local_ranks) > 1:
             parts.append("all ranks wait, none is elsewhere")
     since = max(hang.seen_ns - hang.since_ns, 0)
     work = "its processes work, but " if hang.busy else ""
-    start = f"job {hang.job}: {work}no step for {units.duration(since)}, where one took "
-    return f"{start}{units.duration(int(hang.median_s * 1e9))}: {'; '.join(parts)}", ranks, tuple(witnesses)
+    start = f"job {hang.job}: {work}no step for {units.format_duration(since)}, where one took "
+    return f"{start}{units.format_duration(int(hang.median_s * 1e9))}: {'; '.join(parts)}", ranks, tuple(witnesses)
 
 
-def _elsewhere(stacks: GroupedStacks) -> tuple[int, ...]:
+def _list_diverging_ranks(stacks: GroupedStacks) -> tuple[int, ...]:
     return tuple(sorted({rank for group in stacks.groups if group.elsewhere for rank in group.ranks}))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {numbers(ranks)}"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranges(ranks)}"
 
 
-def _write_evidence(folder: _BundleFolder, scene: HangScene, account: _Account) -> None:
+def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _HangDiagnosis) -> None:
     """The stacks, and what was measured of late; blocks."""
     document = {"format": "traceloom-stack-groups", "version": 1, "time_ns": time.time_ns()}
-    folder.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
+    bundle.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
     ranks: set[int] = set()
     for process in scene.processes:
         rank = process.owner.rank
@@ -363,22 +379,22 @@ def _write_evidence(folder: _BundleFolder, scene: HangScene, account: _Account) 
             is_first = rank is not None and rank not in ranks  # what a rank starts has its number too
             stem = f"rank{rank}" if is_first else f"pid{process.pid}"
             ranks |= {rank} if rank is not None else set()
-            folder.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
+            bundle.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
     # Telemetry is as large as it is: what does not fit is taken away again.
     stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[:80].lstrip(".")
-    path = telemetry.write(
-        folder.directory / f"{stem or 'host'}.telemetry.json.gz", scene.host, scene.series, cut=False
+    path = telemetry.write_series(
+        bundle.directory / f"{stem or 'host'}.telemetry.json.gz", scene.host, scene.series, truncated=False
     )
     size = path.stat().st_size
-    if size > folder.room:
+    if size > bundle.room:
         path.unlink()
-        folder.left_out[path.name] = f"it has {units.size(size)}, and the bundle would be larger than `most_mb`"
+        bundle.left_out[path.name] = f"it has {units.format_size(size)}, and the bundle would be larger than `most_mb`"
         return
-    folder.room -= size
-    folder.files.append(path.name)
+    bundle.room -= size
+    bundle.files.append(path.name)
 
 
-def page(report: HangReport, stacks: GroupedStacks) -> str:
+def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
     """The bundle as a page of Markdown. Names of strangers stand in blocks of code alone, where nothing is markup."""
     states = {
         "T": "stopped",
@@ -389,42 +405,45 @@ def page(report: HangReport, stacks: GroupedStacks) -> str:
         "Z": "ended",
     }
     members = [
-        f"{'-' if each.rank is None else each.rank:>5}  {each.pid:>8}  {states.get(each.state, each.state):<26}  "
-        f"{'-' if each.steps is None else each.steps:>8}  {each.flight or '-'}"
-        for each in report.members
+        f"{'-' if entry.rank is None else entry.rank:>5}  {entry.pid:>8}  {states.get(entry.state, entry.state):<26}  "
+        f"{'-' if entry.steps is None else entry.steps:>8}  {entry.flight or '-'}"
+        for entry in report.members
     ]
     parts = [
-        "# A job hangs", _block(textwrap.wrap(report.sentence, 100)),
+        "# A job hangs", _format_code_block(textwrap.wrap(report.sentence, 100)),
         "## Witnesses",
-        _block(f"{each.source}: {each.sentence}" for each in report.witnesses),
+        _format_code_block(f"{entry.source}: {entry.sentence}" for entry in report.witnesses),
         "## Processes",
-        _block([f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members]),
+        _format_code_block([f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members]),
         "## Stacks", "From the outermost call to the innermost; ranks that are elsewhere than the others first.",
     ]  # fmt: skip
     for role, groups in groupby(stacks.groups, key=attrgetter("role")):
         titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
         parts.append(f"### {titles[role]}")
         for group in groups:
-            who = _ranks(group.ranks) if group.ranks else f"process {numbers(group.pids)}"
-            first = " ".join(filter(None, (who, group.thread, "(elsewhere)" if group.elsewhere else "")))
+            subject = _format_ranks(group.ranks) if group.ranks else f"process {format_ranges(group.pids)}"
+            first = " ".join(filter(None, (subject, group.thread, "(elsewhere)" if group.elsewhere else "")))
             calls = [
                 f"  {frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})" for frame in group.frames
             ]
-            parts.append(_block([first, *calls]))
+            parts.append(_format_code_block([first, *calls]))
     lines: list[str] = []
     for device in report.devices:
         lines.append(f"{device.index}  {device.uuid}  {device.model}  {device.stale}".rstrip())
         lines += (f"  {name} = {value:.6g}" for name, value in sorted(device.values.items()))
         for event in report.events:
             if event.device == device.uuid:
-                ago = units.duration(max(report.seen_ns - event.at_ns, 0))
+                ago = units.format_duration(max(report.seen_ns - event.at_ns, 0))
                 code = "" if event.code is None else f" {event.code}"
                 lines.append(f"  {ago} before: {event.kind}{code} {event.text}")
     if lines:
-        parts += ["## Devices", _block(lines)]
-    parts += ["## Files", _block((*report.files, *(f"{name}: {why}" for name, why in report.left_out.items())))]
+        parts += ["## Devices", _format_code_block(lines)]
+    parts += [
+        "## Files",
+        _format_code_block((*report.files, *(f"{name}: {reason}" for name, reason in report.left_out.items()))),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
-def _block(lines: Iterable[str]) -> str:
+def _format_code_block(lines: Iterable[str]) -> str:
     return "\n".join(["```text", *(sanitize(line).replace("```", "'''") for line in lines), "```"])

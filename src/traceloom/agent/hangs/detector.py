@@ -16,12 +16,12 @@ import msgspec
 
 from traceloom.agent.config import Hangs
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.steps import Pace, Steps
+from traceloom.agent.steps import StepCounter, StepPace
 
-_LEAST_STEPS = 3  # before that nobody knows how long one takes
+_MIN_STEPS = 3  # before that nobody knows how long one takes
 _NEWS = 3  # times that steps are usually heard of: a job may report many at once
 _DISK_RATE = 1e6  # bytes per second of a job that writes or reads something large; logs are less
-_STOPPED = {"T", "t"}
+_STOPPED_STATES = {"T", "t"}
 _ASLEEP_S = 30.0  # between two looks, which are a second apart
 
 
@@ -41,7 +41,7 @@ class HungProcess(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
-class GoneProcess(msgspec.Struct, frozen=True, kw_only=True):
+class EndedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process that made steps and ended, while others of its job live; `ended_ns` of the wall clock."""
 
     key: str
@@ -61,7 +61,7 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     uid: int
     processes: tuple[HungProcess, ...]
-    gone: tuple[GoneProcess, ...] = ()
+    gone: tuple[EndedProcess, ...] = ()
     since_ns: int
     seen_ns: int
     median_s: float
@@ -73,20 +73,20 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
         return JobKey(self.job, self.uid)
 
 
-class HangOver(NamedTuple):
+class HangEnd(NamedTuple):
     """A hang that is no more: its processes step again (`recovered`), or have ended."""
 
     hang: Hang
     recovered: bool
 
 
-class _Now(NamedTuple):
+class _JobObservation(NamedTuple):
     """A look at a job: both clocks, its processes, and the paces of those that step, by key."""
 
     s: float
     ns: int
     processes: list[Process]
-    paces: dict[str, Pace]
+    paces: dict[str, StepPace]
 
 
 @dataclass(slots=True)
@@ -99,10 +99,10 @@ class _WatchedJob:
     looked: float = 0.0
     disk_bytes: float = 0.0
     seen: dict[str, Process] = field(default_factory=dict)
-    gone: dict[str, GoneProcess] = field(default_factory=dict)
+    gone: dict[str, EndedProcess] = field(default_factory=dict)
 
 
-class HangWatch:
+class HangDetector:
     """Finds hangs, each once. Used from one thread.
 
     Args:
@@ -114,7 +114,7 @@ class HangWatch:
     def __init__(self, settings: Hangs, alive: Callable[[str], bool] = lambda _: False) -> None:
         self.settings, self.alive = settings, alive
         self.hangs: dict[JobKey, Hang] = {}  # now
-        self.over: list[HangOver] = []  # since the look before
+        self.over: list[HangEnd] = []  # since the look before
         self.stepping: set[JobKey] = set()  # jobs of which it could tell
         self._jobs: dict[JobKey, _WatchedJob] = {}
         self._looked, self._woke = 0.0, 0.0
@@ -124,7 +124,7 @@ class HangWatch:
         now: float,
         now_ns: int,
         processes: Iterable[Process],
-        steps: Steps,
+        steps: StepCounter,
         disk_bytes: Mapping[str, float] | None = None,
     ) -> list[Hang]:
         """Hangs that were not there at the look before.
@@ -139,28 +139,31 @@ class HangWatch:
         if self._looked and now - self._looked > _ASLEEP_S:
             self._woke = now  # the host, its virtual machine or this agent stood still: so may all jobs have
         self._looked = now
-        by_job: dict[JobKey, list[Process]] = {}
+        processes_by_job: dict[JobKey, list[Process]] = {}
         for process in processes:
             if process.owner.job:
-                by_job.setdefault(JobKey(process.owner.job, process.uid), []).append(process)
-        self._jobs = {key: job for key, job in self._jobs.items() if key in by_job}
+                processes_by_job.setdefault(JobKey(process.owner.job, process.uid), []).append(process)
+        self._jobs = {key: job for key, job in self._jobs.items() if key in processes_by_job}
         self.over = []
         for key, hang in list(self.hangs.items()):
-            living = {process.key for process in by_job.get(key, ())}
-            rest = [member for member in hang.processes if member.key in living or self.alive(member.key)]
-            paced = [(member, steps.pace(member.key)) for member in rest]
+            living = {process.key for process in processes_by_job.get(key, ())}
+            remaining = [member for member in hang.processes if member.key in living or self.alive(member.key)]
+            paced = [(member, steps.pace(member.key)) for member in remaining]
             still = [member for member, pace in paced if pace is None or pace.steps <= member.steps]
             if not still:
                 del self.hangs[key]
-                self.over.append(HangOver(hang, bool(rest)))
+                self.over.append(HangEnd(hang, bool(remaining)))
         self.stepping, new = set(), []
-        for key, some in by_job.items():
-            paces = {p.key: pace for p in some if (pace := steps.pace(p.key)) and pace.steps >= _LEAST_STEPS}
-            job, at = self._jobs.setdefault(key, _WatchedJob()), _Now(now, now_ns, some, paces)
-            self._note(job, at, sum((disk_bytes or {}).get(process.key, 0.0) for process in some))
+        for key, job_processes in processes_by_job.items():
+            paces = {p.key: pace for p in job_processes if (pace := steps.pace(p.key)) and pace.steps >= _MIN_STEPS}
+            job, observation = (
+                self._jobs.setdefault(key, _WatchedJob()),
+                _JobObservation(now, now_ns, job_processes, paces),
+            )
+            self._note(job, observation, sum((disk_bytes or {}).get(process.key, 0.0) for process in job_processes))
             if paces:
                 self.stepping.add(key)
-            if paces and key not in self.hangs and (begun := self._hang(key, job, at)):
+            if paces and key not in self.hangs and (begun := self._hang(key, job, observation)):
                 self.hangs[key] = begun
                 new.append(begun)
         return new
@@ -174,20 +177,20 @@ class HangWatch:
         """Take up a hang that an agent before this one saw."""
         self.hangs[hang.key] = hang
 
-    def _hang(self, key: JobKey, job: _WatchedJob, at: _Now) -> Hang | None:
-        if at.s < job.held_until:
+    def _hang(self, key: JobKey, job: _WatchedJob, observation: _JobObservation) -> Hang | None:
+        if observation.s < job.held_until:
             return None
         still: list[HungProcess] = []
         latest, median_s, busy = 0.0, 0.0, False
-        for process in at.processes:
-            pace = at.paces.get(process.key)
+        for process in observation.processes:
+            pace = observation.paces.get(process.key)
             if pace is None:
                 continue
             limit = max(self.settings.least, self.settings.steps * pace.median_s, _NEWS * pace.every_s)
             last = max(pace.last, job.stopped, self._woke)
-            worked = at.s - last >= self.settings.busy + limit
+            worked = observation.s - last >= self.settings.busy + limit
             lived = last if worked else max(last, pace.lived, job.lived)
-            if at.s - lived >= limit:
+            if observation.s - lived >= limit:
                 member = HungProcess(key=process.key, pid=process.pid, rank=process.owner.rank, steps=pace.steps)
                 still.append(member)
                 latest, median_s = max(latest, lived), max(median_s, pace.median_s)
@@ -196,25 +199,25 @@ class HangWatch:
             return None
         return Hang(
             job=key.job, uid=key.uid, processes=tuple(still), gone=tuple(job.gone.values()),
-            since_ns=at.ns - int((at.s - latest) * 1e9), seen_ns=at.ns, median_s=median_s, busy=busy,
+            since_ns=observation.ns - int((observation.s - latest) * 1e9), seen_ns=observation.ns, median_s=median_s, busy=busy,
         )  # fmt: skip
 
-    def _note(self, job: _WatchedJob, at: _Now, disk_bytes: float) -> None:
+    def _note(self, job: _WatchedJob, observation: _JobObservation, disk_bytes: float) -> None:
         """Signs of life of a job, and who of it has ended."""
         # Between two runs of the collector nothing changes: the rate is that since the last change.
-        if job.looked and disk_bytes - job.disk_bytes > _DISK_RATE * max(at.s - job.looked, 1.0):
-            job.lived = at.s
+        if job.looked and disk_bytes - job.disk_bytes > _DISK_RATE * max(observation.s - job.looked, 1.0):
+            job.lived = observation.s
         if disk_bytes != job.disk_bytes or not job.looked:
-            job.disk_bytes, job.looked = disk_bytes, at.s
-        stepping = [process for process in at.processes if process.key in at.paces]
-        if stepping and all(process.state in _STOPPED for process in stepping):
-            job.stopped = at.s
-        living = {process.key for process in at.processes}
-        ranks = {process.owner.rank for process in at.processes}
+            job.disk_bytes, job.looked = disk_bytes, observation.s
+        stepping = [process for process in observation.processes if process.key in observation.paces]
+        if stepping and all(process.state in _STOPPED_STATES for process in stepping):
+            job.stopped = observation.s
+        living = {process.key for process in observation.processes}
+        ranks = {process.owner.rank for process in observation.processes}
         for key, process in list(job.seen.items()):
             if key not in living and not self.alive(key):
                 del job.seen[key]
-                job.gone[key] = GoneProcess(key=key, pid=process.pid, rank=process.owner.rank, ended_ns=at.ns)
+                job.gone[key] = EndedProcess(key=key, pid=process.pid, rank=process.owner.rank, ended_ns=observation.ns)
         # A rank that was started again is not missing.
-        job.gone = {key: gone for key, gone in job.gone.items() if gone.rank is None or gone.rank not in ranks}
+        job.gone = {key: ended for key, ended in job.gone.items() if ended.rank is None or ended.rank not in ranks}
         job.seen.update({process.key: process for process in stepping})

@@ -35,17 +35,17 @@ from typing import Literal, NamedTuple, NoReturn
 
 import msgspec
 
-from traceloom.agent.hangs.stacks import numbers
+from traceloom.agent.hangs.stacks import format_ranges
 from traceloom.agent.ownership.environment import DUMP_FILES, DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.ownership.model import Process
 
-MOST_BYTES = 16 << 20  # 2,000 collectives with their stacks are about 2 MB
-_MOST_OPERATIONS = 4_000_000
-_MOST_ENTRIES = 20_000
-_MOST_RANKS = 65_536
-_LETTERS = 200
+MAX_BYTES = 16 << 20  # 2,000 collectives with their stacks are about 2 MB
+_MAX_OPERATIONS = 4_000_000
+_MAX_ENTRIES = 20_000
+_MAX_RANKS = 65_536
+_MAX_CHARS = 200
 # What torch's own pickler writes, and what Python's writes of the same values: no name, no call, no persistent object.
-_PLAIN = frozenset({
+_PLAIN_OPCODES = frozenset({
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
     "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM",
     "SETITEMS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET",
@@ -127,64 +127,64 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name[:80]}.{global_name[:80]}")
 
 
-def plain_values(data: bytes) -> object:
+def decode_plain_values(data: bytes) -> object:
     """What a pickle or a JSON text holds.
 
     Raises:
         ValueError: It is neither, is cut, is too large, or a pickle that holds more than plain values.
     """
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MB")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
     try:
         if data[:1] == b"{":
             return msgspec.json.decode(data)
         if data[:1] != b"\x80":
             raise ValueError("it is neither a pickle nor JSON")
         for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
-            if operation.name not in _PLAIN:
+            if operation.name not in _PLAIN_OPCODES:
                 raise ValueError(f"it holds more than plain values: {operation.name}")
             # The table of what was kept is as long as its highest index: a large one in a small file takes all memory.
             if operation.name.endswith("PUT") and isinstance(argument, int) and argument > number:
                 raise ValueError("its table has gaps")
-            if number >= _MOST_OPERATIONS:
-                raise ValueError(f"it has more than {_MOST_OPERATIONS:,} values")
+            if number >= _MAX_OPERATIONS:
+                raise ValueError(f"it has more than {_MAX_OPERATIONS:,} values")
         return _PlainUnpickler(io.BytesIO(data)).load()
     except (
         msgspec.DecodeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, OverflowError,
         RecursionError, UnicodeError,
     ) as error:  # fmt: skip
-        raise ValueError(f"it is damaged: {str(error)[:_LETTERS]}") from error
+        raise ValueError(f"it is damaged: {str(error)[:_MAX_CHARS]}") from error
 
 
-def record_of(document: object, rank: int) -> FlightRecord:
+def parse_flight_record(document: object, rank: int) -> FlightRecord:
     """The record that a document holds; what is not understood of it is left out.
 
     Raises:
         ValueError: It is no flight record.
     """
-    whole = _mapping(document)
-    listed = whole.get("entries", ())
-    if "version" not in whole or not isinstance(listed, list | tuple):
+    root = _ensure_mapping(document)
+    listed = root.get("entries", ())
+    if "version" not in root or not isinstance(listed, list | tuple):
         raise ValueError("it is no flight record")
-    rows = [row for row in (_mapping(item) for item in listed[-_MOST_ENTRIES:]) if _group_of(row)[0]]
-    entries = [_entry(row) for row in rows]
+    rows = [row for row in (_ensure_mapping(item) for item in listed[-_MAX_ENTRIES:]) if _get_group(row)[0]]
+    entries = [_parse_entry(row) for row in rows]
     titles, numbers_of = {}, {}
     for row in rows:
-        name, title = _group_of(row)
+        name, title = _get_group(row)
         titles[name] = title if title not in ("", "undefined") else f"group {name}"
-        numbers_of[str(row.get("pg_id", ""))[:_LETTERS]] = name
+        numbers_of[str(row.get("pg_id", ""))[:_MAX_CHARS]] = name
     queued: Counter[str] = Counter()
     for entry in entries:
         if not entry.is_message:
             queued[entry.group] = max(queued[entry.group], entry.sequence)
-    for number, status in _mapping(whole.get("pg_status")).items():
-        name = numbers_of.get(str(number)[:_LETTERS], "")
+    for number, status in _ensure_mapping(root.get("pg_status")).items():
+        name = numbers_of.get(str(number)[:_MAX_CHARS], "")
         if name:
-            queued[name] = max(queued[name], _integer(_mapping(status).get("last_enqueued_collective")))
+            queued[name] = max(queued[name], _parse_integer(_ensure_mapping(status).get("last_enqueued_collective")))
     members = {}
-    for group, config in list(_mapping(whole.get("pg_config")).items())[:_MOST_ENTRIES]:
-        text = str(_mapping(config).get("ranks", ""))[: 8 * _MOST_RANKS]
-        members[str(group)[:_LETTERS]] = tuple(int(each) for each in re.findall(r"\d{1,9}", text)[:_MOST_RANKS])
+    for group, config in list(_ensure_mapping(root.get("pg_config")).items())[:_MAX_ENTRIES]:
+        text = str(_ensure_mapping(config).get("ranks", ""))[: 8 * _MAX_RANKS]
+        members[str(group)[:_MAX_CHARS]] = tuple(int(member) for member in re.findall(r"\d{1,9}", text)[:_MAX_RANKS])
     return FlightRecord(
         rank=rank, entries=tuple(entries),
         groups={
@@ -194,114 +194,121 @@ def record_of(document: object, rank: int) -> FlightRecord:
     )  # fmt: skip
 
 
-def _entry(row: Mapping[object, object]) -> FlightEntry:
-    operation = str(row.get("profiling_name", ""))[:_LETTERS].partition(":")[2] or "a collective"
+def _parse_entry(row: Mapping[object, object]) -> FlightEntry:
+    operation = str(row.get("profiling_name", ""))[:_MAX_CHARS].partition(":")[2] or "a collective"
     is_message = bool(row.get("is_p2p"))
     state = row.get("state")
-    done = bool(row.get("retired")) or state == "completed" or bool(_integer(row.get("time_discovered_completed_ns")))
+    done = (
+        bool(row.get("retired"))
+        or state == "completed"
+        or bool(_parse_integer(row.get("time_discovered_completed_ns")))
+    )
     match = _PARTNERS.search(operation) if is_message else None
     return FlightEntry(
-        group=_group_of(row)[0], operation=operation.partition(" ")[0],
-        sequence=_integer(row.get("p2p_seq_id" if is_message else "collective_seq_id")),
-        done=done, started=state == "started" or bool(_integer(row.get("time_discovered_started_ns"))),
-        created_ns=_integer(row.get("time_created_ns")), is_message=is_message,
+        group=_get_group(row)[0], operation=operation.partition(" ")[0],
+        sequence=_parse_integer(row.get("p2p_seq_id" if is_message else "collective_seq_id")),
+        done=done, started=state == "started" or bool(_parse_integer(row.get("time_discovered_started_ns"))),
+        created_ns=_parse_integer(row.get("time_created_ns")), is_message=is_message,
         partner=(int(match[1]), match[2], int(match[3])) if match else None,
     )  # fmt: skip
 
 
-def _group_of(row: Mapping[object, object]) -> tuple[str, str]:
+def _get_group(row: Mapping[object, object]) -> tuple[str, str]:
     """Name and description of the group of an entry; ("", "") where it has none."""
     pair = row.get("process_group")
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         return "", ""
-    return str(pair[0])[:_LETTERS], str(pair[1])[:_LETTERS]
+    return str(pair[0])[:_MAX_CHARS], str(pair[1])[:_MAX_CHARS]
 
 
-def _mapping(value: object) -> Mapping[object, object]:
+def _ensure_mapping(value: object) -> Mapping[object, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _integer(value: object) -> int:
+def _parse_integer(value: object) -> int:
     """A number, also where it is written as a text; 0 for anything else."""
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
         return int(value)
     return value if isinstance(value, int) and abs(value) < 1 << 63 else 0
 
 
-def judged(records: Sequence[FlightRecord]) -> FlightVerdict:
+def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
     """Which rank the others wait for.
 
     In the oldest collective that some rank has queued and that is not done, it is who has not queued it. Who has not,
     but waits in another group itself, is not to blame; where all who are missing wait, they wait for each other.
     """
-    by_rank = {record.rank: record for record in records}
+    records_by_rank = {record.rank: record for record in records}
     waits: dict[int, FlightEntry] = {}
-    stalls: list[_Stall] = []
+    stalls: list[_BlockedCollective] = []
     for group in dict.fromkeys(name for record in records for name in record.groups):
-        pending = {rank: entry for rank, record in by_rank.items() if (entry := record.pending(group))}
+        pending = {rank: entry for rank, record in records_by_rank.items() if (entry := record.pending(group))}
         if not pending:
             continue
         first = min(pending.values(), key=lambda entry: (entry.sequence, entry.created_ns))
-        inside = {rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence}
+        waiting = {rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence}
         # Of those with a record: as the group says; else all of the one of all ranks, or who has used it.
-        using = {rank for rank, record in by_rank.items() if group in record.groups}
-        listed = {rank for user in using for rank in by_rank[user].groups[group].members}
-        is_of_all = any(by_rank[rank].groups[group].title == "default_pg" for rank in using)
-        members = tuple(sorted(by_rank if is_of_all else (listed & by_rank.keys()) | using))
-        queued = {rank: by_rank[rank].groups[group].queued if group in by_rank[rank].groups else 0 for rank in members}
+        using = {rank for rank, record in records_by_rank.items() if group in record.groups}
+        listed = {rank for user in using for rank in records_by_rank[user].groups[group].members}
+        is_of_all = any(records_by_rank[rank].groups[group].title == "default_pg" for rank in using)
+        members = tuple(sorted(records_by_rank if is_of_all else (listed & records_by_rank.keys()) | using))
+        queued = {
+            rank: records_by_rank[rank].groups[group].queued if group in records_by_rank[rank].groups else 0
+            for rank in members
+        }
         missing = {rank: number for rank, number in queued.items() if number < first.sequence}
-        title = next(by_rank[rank].groups[group].title for rank in by_rank if rank in using)
-        stalls.append(_Stall(group, title, first, inside, missing, members))
-        for rank, entry in inside.items():
+        title = next(records_by_rank[rank].groups[group].title for rank in records_by_rank if rank in using)
+        stalls.append(_BlockedCollective(group, title, first, waiting, missing, members))
+        for rank, entry in waiting.items():
             waits.setdefault(rank, entry)
-    for rank, record in by_rank.items():
+    for rank, record in records_by_rank.items():
         for entry in record.entries:
             if entry.is_message and not entry.done and entry.partner:
                 waits.setdefault(rank, entry)
     names = {rank: entry.operation for rank, entry in waits.items()}
     stalls.sort(key=lambda stall: (stall.first.created_ns, stall.group))  # whichever record comes first
     for stall in stalls:
-        wanted = sorted(rank for rank in stall.missing if rank not in waits)
-        if wanted:
-            last = {stall.missing[rank] for rank in wanted}
+        late_ranks = sorted(rank for rank in stall.missing if rank not in waits)
+        if late_ranks:
+            last = {stall.missing[rank] for rank in late_ranks}
             before = (
-                f"; {'its' if len(wanted) == 1 else 'their'} last was number {last.pop()}" if len(last) == 1 else ""
+                f"; {'its' if len(late_ranks) == 1 else 'their'} last was number {last.pop()}" if len(last) == 1 else ""
             )
             return FlightVerdict(
-                kind="behind", ranks=tuple(wanted), waits=names, group=stall.group, operation=stall.first.operation,
+                kind="behind", ranks=tuple(late_ranks), waits=names, group=stall.group, operation=stall.first.operation,
                 sequence=stall.first.sequence,
-                sentence=f"{_ranks(wanted)} {'has' if len(wanted) == 1 else 'have'} not queued {stall.name}, in which "
-                f"{_ranks(stall.inside)} {'waits' if len(stall.inside) == 1 else 'wait'}{before}",
+                sentence=f"{_format_ranks(late_ranks)} {'has' if len(late_ranks) == 1 else 'have'} not queued {stall.name}, in which "
+                f"{_format_ranks(stall.inside)} {'waits' if len(stall.inside) == 1 else 'wait'}{before}",
             )  # fmt: skip
     if not stalls:
         messages = []
         for rank, entry in sorted(waits.items()):
             assert entry.partner is not None
             # The rank that it is from or for, of all ranks where the group says who its members are.
-            groups, other = by_rank[rank].groups, entry.partner[2]
-            of_all = groups[entry.group].members if entry.group in groups else ()
-            other = of_all[other] if other < len(of_all) else other
+            groups, other = records_by_rank[rank].groups, entry.partner[2]
+            group_members = groups[entry.group].members if entry.group in groups else ()
+            other = group_members[other] if other < len(group_members) else other
             messages.append(f"rank {rank} waits in `{entry.operation}` with rank {other}")
         text = "; ".join(messages) or "no rank waits in a collective that is recorded"
         return FlightVerdict(kind="nothing", sentence=text, waits=names)
     for stall in stalls:
-        if not stall.missing and (verdict := _inside(stall, by_rank, names)):
+        if not stall.missing and (verdict := _find_inner_fault(stall, records_by_rank, names)):
             return verdict
     stuck = [stall for stall in stalls if stall.missing]
     if stuck:
-        parts = [f"{_ranks(stall.inside)} in {stall.name}" for stall in stuck]
-        who = sorted({rank for stall in stuck for rank in (*stall.inside, *stall.missing)})
-        text = f"{_ranks(who)} wait for each other: {'; '.join(parts)}"
-        return FlightVerdict(kind="cycle", sentence=text, ranks=tuple(who), waits=names)
+        parts = [f"{_format_ranks(stall.inside)} in {stall.name}" for stall in stuck]
+        involved_ranks = sorted({rank for stall in stuck for rank in (*stall.inside, *stall.missing)})
+        text = f"{_format_ranks(involved_ranks)} wait for each other: {'; '.join(parts)}"
+        return FlightVerdict(kind="cycle", sentence=text, ranks=tuple(involved_ranks), waits=names)
     stall = stalls[0]
     has = "has" if len(stall.members) == 1 else "have"
     return FlightVerdict(
         kind="all-in", waits=names, group=stall.group, operation=stall.first.operation, sequence=stall.first.sequence,
-        sentence=f"{_ranks(stall.members)} {has} queued {stall.name}, and it does not end",
+        sentence=f"{_format_ranks(stall.members)} {has} queued {stall.name}, and it does not end",
     )  # fmt: skip
 
 
-class _Stall(NamedTuple):
+class _BlockedCollective(NamedTuple):
     """A collective that does not end: who is in it, and who of its members on this host has not queued it (-> last)."""
 
     group: str
@@ -317,54 +324,62 @@ class _Stall(NamedTuple):
         return f"`{self.first.operation}` number {self.first.sequence} of {self.title}"
 
 
-def _inside(stall: _Stall, by_rank: Mapping[int, FlightRecord], waits: dict[int, str]) -> FlightVerdict | None:
+def _find_inner_fault(
+    stall: _BlockedCollective, records_by_rank: Mapping[int, FlightRecord], waits: dict[int, str]
+) -> FlightVerdict | None:
     """Where all are in it: who does another operation under the same number, or whose device has not begun it."""
-    entries = {rank: by_rank[rank].at(stall.group, stall.first.sequence) for rank in stall.members}
+    entries = {rank: records_by_rank[rank].at(stall.group, stall.first.sequence) for rank in stall.members}
     operations = Counter(entry.operation for entry in entries.values() if entry)
     if len(operations) > 1:
         doing = {
             name: [rank for rank, entry in entries.items() if entry and entry.operation == name] for name in operations
         }
-        parts = [f"{_ranks(ranks)} in `{name}`" for name, ranks in sorted(doing.items())]
-        (most, number), (_, second) = operations.most_common(2)
-        odd = [rank for rank, entry in entries.items() if entry and entry.operation != most] if number > second else []
+        parts = [f"{_format_ranks(ranks)} in `{name}`" for name, ranks in sorted(doing.items())]
+        (common_operation, number), (_, second) = operations.most_common(2)
+        differing_ranks = (
+            [rank for rank, entry in entries.items() if entry and entry.operation != common_operation]
+            if number > second
+            else []
+        )
         return FlightVerdict(
-            kind="mismatch", ranks=tuple(odd), waits=waits, group=stall.group, sequence=stall.first.sequence,
+            kind="mismatch", ranks=tuple(differing_ranks), waits=waits, group=stall.group, sequence=stall.first.sequence,
             sentence=f"under number {stall.first.sequence} of {stall.title} ranks do not do the same: "
             + ", ".join(parts),
         )  # fmt: skip
     late = [rank for rank, entry in stall.inside.items() if not entry.started]
     if not late or len(late) == len(stall.inside):
         return None
-    text = f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} queued {stall.name}, but the device "
+    text = f"{_format_ranks(late)} {'has' if len(late) == 1 else 'have'} queued {stall.name}, but the device "
     return FlightVerdict(
         kind="device", ranks=tuple(late), waits=waits, group=stall.group, operation=stall.first.operation,
         sequence=stall.first.sequence, sentence=text + "has not begun it, as those of the others have",
     )  # fmt: skip
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     listed = sorted(ranks)
-    return f"rank{'' if len(listed) == 1 else 's'} {numbers(listed)}"
+    return f"rank{'' if len(listed) == 1 else 's'} {format_ranges(listed)}"
 
 
-def of_files(files: Mapping[str, str]) -> dict[str, object]:
+def analyse_flight_files(files: Mapping[str, str]) -> dict[str, object]:
     """The task of a worker: the verdict of files, rank (as a text) -> path; as `FlightFindings`."""
-    records, bad = [], {}
+    records, errors = [], {}
     for rank, path in files.items():
         try:
             with Path(path).open("rb") as file:
-                records.append(record_of(plain_values(file.read(MOST_BYTES + 1)), int(rank)))
+                records.append(parse_flight_record(decode_plain_values(file.read(MAX_BYTES + 1)), int(rank)))
         except (OSError, ValueError) as error:  # noqa: PERF203  (one that is bad costs the others nothing)
-            bad[rank] = str(error)
-    findings: dict[str, object] = msgspec.to_builtins(FlightFindings(verdict=judged(records), bad=bad), str_keys=True)
+            errors[rank] = str(error)
+    findings: dict[str, object] = msgspec.to_builtins(
+        FlightFindings(verdict=find_late_ranks(records), bad=errors), str_keys=True
+    )
     return findings
 
 
-_ANSWER_S = 10.0
-_DUMP_S = 20.0  # it looks at its pipe once a second, and may wait for the interpreter to tell stacks
-_MOST_DESCRIPTORS = 65_536
-_USUAL = ("/tmp/nccl_trace_rank_", "{home}/.cache/torch/comm_lib_trace_rank_")  # noqa: S108  (torch's own, old and new)
+_SERVER_TIMEOUT_S = 10.0
+_DUMP_TIMEOUT_S = 20.0  # it looks at its pipe once a second, and may wait for the interpreter to tell stacks
+_MAX_DESCRIPTORS = 65_536
+_DEFAULT_STEMS = ("/tmp/nccl_trace_rank_", "{home}/.cache/torch/comm_lib_trace_rank_")  # noqa: S108  (torch's own, old and new)
 
 
 class FlightDump(NamedTuple):
@@ -379,7 +394,7 @@ class NoFlightDumpError(Exception):
     """There is no record to be had; the message says why."""
 
 
-def fetch(process: Process, since_ns: int, proc: str = "/proc") -> FlightDump:
+def fetch_flight_record(process: Process, since_ns: int, proc: str = "/proc") -> FlightDump:
     """The record of a rank; blocks for up to half a minute, so it is called in a thread.
 
     Args:
@@ -394,50 +409,50 @@ def fetch(process: Process, since_ns: int, proc: str = "/proc") -> FlightDump:
     if rank is None:
         raise NoFlightDumpError("it has no rank")
     reasons: list[str] = []
-    for way in (_asked, _piped, _written):
+    for way in (_fetch_from_server, _fetch_from_pipe, _fetch_from_file):
         try:
-            data, how = way(process, rank, since_ns, proc)
-            plain_values(data)  # what names or calls anything is not passed on either
+            data, method = way(process, rank, since_ns, proc)
+            decode_plain_values(data)  # what names or calls anything is not passed on either
         except (NoFlightDumpError, ValueError, OSError, http.client.HTTPException) as error:  # noqa: PERF203  (three)
             reasons.append(str(error))
         else:
-            return FlightDump(data, "json" if data[:1] == b"{" else "pickle", how)
+            return FlightDump(data, "json" if data[:1] == b"{" else "pickle", method)
     raise NoFlightDumpError("; ".join(filter(None, dict.fromkeys(reasons))) or "it was not started for that")
 
 
-def _asked(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
+def _fetch_from_server(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
     del rank, since_ns
     path = process.declared.get(WORKER_SERVER, "")
     if not path.startswith("/"):
         raise NoFlightDumpError("")
     with socket.socket(socket.AF_UNIX) as plug:
-        plug.settimeout(_ANSWER_S)
+        plug.settimeout(_SERVER_TIMEOUT_S)
         plug.connect(f"{proc}/{process.pid}/root{path}")
         (pid,) = struct.unpack("i", plug.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4])
         if pid != process.pid:
             raise NoFlightDumpError("another process listens at its socket")
-        connection = http.client.HTTPConnection("rank", timeout=_ANSWER_S)
+        connection = http.client.HTTPConnection("rank", timeout=_SERVER_TIMEOUT_S)
         connection.sock = plug
         connection.request("POST", "/handler/fr_trace_json")
-        answer, end = connection.getresponse(), time.monotonic() + _ANSWER_S
+        answer, end = connection.getresponse(), time.monotonic() + _SERVER_TIMEOUT_S
         if answer.status != http.HTTPStatus.OK:
             raise NoFlightDumpError(f"its control server answers {answer.status}")
         data = bytearray()
-        while piece := answer.read1(1 << 16):  # one that drips never ends
-            data += piece
-            if len(data) > MOST_BYTES or time.monotonic() > end:
+        while chunk := answer.read1(1 << 16):  # one that drips never ends
+            data += chunk
+            if len(data) > MAX_BYTES or time.monotonic() > end:
                 raise NoFlightDumpError("its control server does not come to an end")
     return bytes(data), "asked its control server"
 
 
-def _piped(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
+def _fetch_from_pipe(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
     del since_ns
     stem = process.declared.get(DUMP_PIPE, "")
     if not stem:
         raise NoFlightDumpError("")
     descriptors = Path(proc, str(process.pid), "fd")
     with os.scandir(descriptors) as entries:
-        names = [entry.name for entry, _ in zip(entries, range(_MOST_DESCRIPTORS), strict=False)]
+        names = [entry.name for entry, _ in zip(entries, range(_MAX_DESCRIPTORS), strict=False)]
     for name in names:
         # What the process has open itself, whatever lies under the name by now and in whichever container it runs.
         with contextlib.suppress(FileNotFoundError):
@@ -446,38 +461,38 @@ def _piped(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes
                 break
     else:
         raise NoFlightDumpError("it has not opened the pipe for dumps: no NCCL, or its recorder is off")
-    before = dict(_candidates(process, rank, proc))
+    before = dict(_iterate_dump_files(process, rank, proc))
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.write(handle, b"1\n")
     finally:
         os.close(handle)
-    end, sizes = time.monotonic() + _DUMP_S, dict[str, int]()
+    end, sizes = time.monotonic() + _DUMP_TIMEOUT_S, dict[str, int]()
     while time.monotonic() < end:
         time.sleep(0.25)
-        for name, status in _candidates(process, rank, proc):
+        for name, status in _iterate_dump_files(process, rank, proc):
             changed = name not in before or status.st_mtime_ns != before[name].st_mtime_ns
             if changed and status.st_size and sizes.get(name) == status.st_size:
-                data = _read(name, process)
+                data = _read_dump(name, process)
                 with contextlib.suppress(ValueError):  # it is still written
-                    plain_values(data)
+                    decode_plain_values(data)
                     return data, "asked by its pipe"
             sizes[name] = status.st_size if changed else -1
-    raise NoFlightDumpError(f"it has not written a dump within {_DUMP_S:g} s")
+    raise NoFlightDumpError(f"it has not written a dump within {_DUMP_TIMEOUT_S:g} s")
 
 
-def _written(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
-    for name, status in _candidates(process, rank, proc):
+def _fetch_from_file(process: Process, rank: int, since_ns: int, proc: str) -> tuple[bytes, str]:
+    for name, status in _iterate_dump_files(process, rank, proc):
         if status.st_mtime_ns >= since_ns:
-            return _read(name, process), "its watchdog has written it"
+            return _read_dump(name, process), "its watchdog has written it"
     raise NoFlightDumpError("")
 
 
-def _candidates(process: Process, rank: int, proc: str) -> Iterator[tuple[str, os.stat_result]]:
+def _iterate_dump_files(process: Process, rank: int, proc: str) -> Iterator[tuple[str, os.stat_result]]:
     """Files that a dump of the process may be in, as it sees the file system."""
     stems = [process.declared.get(name, "") for name in DUMP_FILES]
     with contextlib.suppress(KeyError):
-        stems += [stem.format(home=pwd.getpwuid(process.uid).pw_dir) for stem in _USUAL]
+        stems += [stem.format(home=pwd.getpwuid(process.uid).pw_dir) for stem in _DEFAULT_STEMS]
     for stem in stems:
         name = f"{proc}/{process.pid}/root{stem}{rank}"
         if stem.startswith("/"):
@@ -485,7 +500,7 @@ def _candidates(process: Process, rank: int, proc: str) -> Iterator[tuple[str, o
                 yield name, Path(name).lstat()
 
 
-def _read(name: str, process: Process) -> bytes:
+def _read_dump(name: str, process: Process) -> bytes:
     """A file of the process's user.
 
     Raises:
@@ -497,6 +512,6 @@ def _read(name: str, process: Process) -> bytes:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != process.uid or status.st_nlink != 1:
             raise NoFlightDumpError("its dump is no file of its user")
-        if status.st_size > MOST_BYTES:
-            raise NoFlightDumpError(f"its dump is larger than {MOST_BYTES >> 20} MB")
-        return file.read(MOST_BYTES)
+        if status.st_size > MAX_BYTES:
+            raise NoFlightDumpError(f"its dump is larger than {MAX_BYTES >> 20} MB")
+        return file.read(MAX_BYTES)

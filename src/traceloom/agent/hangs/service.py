@@ -21,28 +21,28 @@ import msgspec
 from traceloom.agent.collectors.collector import read
 from traceloom.agent.collectors.processes import TICKS_PER_S
 from traceloom.agent.config import Config
-from traceloom.agent.hangs.bundle import HangEvent, HangScene, HungDevice, sentence_of, write_bundle
-from traceloom.agent.hangs.detector import Hang, HangWatch, JobKey
-from traceloom.agent.hangs.stacks import feed, main_processes, waits_in
+from traceloom.agent.hangs.bundle import HangContext, HangEvent, HungDevice, describe_hang, write_bundle
+from traceloom.agent.hangs.detector import Hang, HangDetector, JobKey
+from traceloom.agent.hangs.stacks import collect_stacks, find_rank_pids, find_waiting_call
 from traceloom.agent.history import History
-from traceloom.agent.kineto.server import is_alive
-from traceloom.agent.metrics import METRICS, Reading, Series
+from traceloom.agent.kineto.server import is_same_process_alive
+from traceloom.agent.metrics import METRICS, Reading, SeriesKey
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.profilers.telemetry import allowed_labels, is_wanted
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Pace, Steps
-from traceloom.agent.traces.files import Places
+from traceloom.agent.profilers.telemetry import is_relevant_series, select_job_labels
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter, StepPace
+from traceloom.agent.traces.files import TraceDirectories
 from traceloom.errors import TraceloomError, other_version
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
-_MOST_RECORDS = 200
-_MOST_JOBS = 1024  # whose hangs are counted
-_SAVED_S = 10.0  # between two times that paces are written down
-_BEFORE_S = 300.0  # telemetry that a bundle has of the time before the last step
+_MAX_RECORDS = 200
+_MAX_JOBS = 1024  # whose hangs are counted
+_SAVE_INTERVAL_S = 10.0  # between two times that paces are written down
+_HISTORY_S = 300.0  # telemetry that a bundle has of the time before the last step
 _LOOKS, _BETWEEN_S = 4, 0.5  # to see whether a process works
-_WORKS = 0.3  # of a processor
-_MOST_LOOKED_AT = 64
+_BUSY_SHARE = 0.3  # of a processor
+_MAX_EXAMINED = 64
 
 State = Literal["hangs", "recovered", "ended", "unknown"]
 
@@ -65,17 +65,17 @@ class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
     no_bundle: str = ""
 
 
-class _Kept(msgspec.Struct, kw_only=True):
+class _StoredHangs(msgspec.Struct, kw_only=True):
     """The file: of this start of the host, the paces of processes; and all hangs."""
 
     format: str = "traceloom-hangs"
     version: int = VERSION
     boot_id: str
-    paces: dict[str, Pace]
+    paces: dict[str, StepPace]
     records: list[HangRecord]
 
 
-class HangDesk:
+class HangService:
     """Lives in the agent's loop.
 
     Args:
@@ -92,24 +92,26 @@ class HangDesk:
     def __init__(
         self,
         config: Config,
-        board: Board,
+        board: Snapshot,
         history: History,
-        steps: Steps,
+        steps: StepCounter,
         *,
-        places: Places,
+        places: TraceDirectories,
         path: Path,
         boot_id: str,
         note: Callable[[str, dict[str, object]], None],
     ) -> None:
         self.config, self.board, self.history, self.steps = config, board, history, steps
         self.places, self.path, self.boot_id, self.note = places, path, boot_id, note
-        self.watch = HangWatch(config.hangs, lambda key: is_alive(config.collect.proc, *map(int, key.split("@"))))
+        self.watch = HangDetector(
+            config.hangs, lambda key: is_same_process_alive(config.collect.proc, *map(int, key.split("@")))
+        )
         self.records: list[HangRecord] = []  # oldest first
         self.listeners: list[Callable[[HangRecord], None]] = []  # hear of a hang once it is sure, and when it is over
         self.trouble = ""  # why what is known is not on disk
         self._open: dict[JobKey, str] = {}  # job that hangs -> id
         self._counts: Counter[str] = Counter()
-        self._resumed: dict[str, Pace] = {}  # of processes that are not seen yet
+        self._resumed: dict[str, StepPace] = {}  # of processes that are not seen yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving: asyncio.Future[None] | None = None
         self._saved, self._written = 0.0, b""
@@ -117,18 +119,18 @@ class HangDesk:
     async def start(self) -> None:
         """Read what the agent before this one knew."""
         try:
-            kept = msgspec.json.decode(await asyncio.to_thread(self.path.read_bytes), type=_Kept)
+            stored = msgspec.json.decode(await asyncio.to_thread(self.path.read_bytes), type=_StoredHangs)
         except FileNotFoundError:
             return
         except (OSError, msgspec.DecodeError) as error:
             LOG.warning("what was known of hangs cannot be read, and is learnt anew: %s", error)
             return
-        if kept.version != VERSION:
-            LOG.warning("%s", other_version("file of hangs", kept.version, VERSION, self.path))
+        if stored.version != VERSION:
+            LOG.warning("%s", other_version("file of hangs", stored.version, VERSION, self.path))
             return
-        same_boot = kept.boot_id == self.boot_id
-        self._resumed = kept.paces if same_boot else {}
-        for record in kept.records[-_MOST_RECORDS:]:
+        same_boot = stored.boot_id == self.boot_id
+        self._resumed = stored.paces if same_boot else {}
+        for record in stored.records[-_MAX_RECORDS:]:
             if record.state == "hangs" and same_boot:
                 self.watch.resume(record.hang)
                 self._open[record.hang.key] = record.id
@@ -154,7 +156,7 @@ class HangDesk:
             return
         for key in [key for key in self._resumed if key in self.board.processes]:
             self.steps.resume(key, self._resumed.pop(key))
-        sheet = self.board.sheets.get("processes")
+        sheet = self.board.results.get("processes")
         disk: dict[str, float] = {}
         for (metric, labels), value in (sheet.values if sheet else {}).items():
             if metric == "process_disk_bytes_total":
@@ -173,7 +175,7 @@ class HangDesk:
             task = asyncio.create_task(self._take(hang), name=f"hang of {hang.job}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if now - self._saved >= _SAVED_S and (self._saving is None or self._saving.done()):
+        if now - self._saved >= _SAVE_INTERVAL_S and (self._saving is None or self._saving.done()):
             self._saved = now
             self._saving = asyncio.get_running_loop().run_in_executor(None, self._write, self._document())
 
@@ -207,15 +209,15 @@ class HangDesk:
             number = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
             before = next((old for old in reversed(self.records) if old.hang.key == hang.key and old.directory), None)
             ago_s = (hang.seen_ns - before.hang.seen_ns) / 1e9 if before is not None else -1.0
-            why = "" if self.config.hangs.bundles else "bundles are switched off"
+            reason = "" if self.config.hangs.bundles else "bundles are switched off"
             if before is not None and 0 <= ago_s < self.config.hangs.every:
-                why = why or f"one of this job was made {ago_s / 60:.0f} min ago: {before.id}"
-            record = HangRecord(id=number, hang=hang, no_bundle=why)
+                reason = reason or f"one of this job was made {ago_s / 60:.0f} min ago: {before.id}"
+            record = HangRecord(id=number, hang=hang, no_bundle=reason)
             self.records.append(record)
-            del self.records[:-_MOST_RECORDS]
+            del self.records[:-_MAX_RECORDS]
             self._open[hang.key] = number
             self._counts[hang.job] += 1
-            if len(self._counts) > _MOST_JOBS:
+            if len(self._counts) > _MAX_JOBS:
                 del self._counts[next(iter(self._counts))]
             await self._describe(record)
         except Exception:
@@ -228,8 +230,8 @@ class HangDesk:
             return
         try:
             if record.no_bundle:
-                sentence, ranks = await sentence_of(hang, processes)
-                record = self._replace(number, sentence=sentence, ranks=ranks)
+                summary, ranks = await describe_hang(hang, processes)
+                record = self._replace(number, sentence=summary, ranks=ranks)
             else:
                 scene = await self._scene(hang, processes)
                 directory = await asyncio.to_thread(self.places.prepare_hang, hang.uid, number)
@@ -245,7 +247,7 @@ class HangDesk:
         self.note(
             "hang",
             {
-                "hang": number, "job": hang.job, "of": hang.uid, "pids": [each.pid for each in hang.processes],
+                "hang": number, "job": hang.job, "of": hang.uid, "pids": [hung_process.pid for hung_process in hang.processes],
                 "sentence": record.sentence, "directory": record.directory, "no_bundle": record.no_bundle,
             },
         )  # fmt: skip
@@ -254,9 +256,9 @@ class HangDesk:
 
     def _replace(self, number: str, **changes: object) -> HangRecord:
         """Change a record, which may be over by now."""
-        at = next(at for at, record in enumerate(self.records) if record.id == number)
-        self.records[at] = msgspec.structs.replace(self.records[at], **changes)
-        return self.records[at]
+        index = next(index for index, record in enumerate(self.records) if record.id == number)
+        self.records[index] = msgspec.structs.replace(self.records[index], **changes)
+        return self.records[index]
 
     async def _works(self, hang: Hang) -> bool:
         """Whether a rank that does not wait works: it uses or wants a processor, and is at another place each time.
@@ -264,78 +266,82 @@ class HangDesk:
         A loop that spins in one function stays where it is, whichever of its lines it is at.
         """
         processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
-        mains = main_processes(processes)
+        mains = find_rank_pids(processes)
         members = {member.pid for member in hang.processes}
-        ranks = [p for p in processes if p.pid in mains or p.pid in members][:_MOST_LOOKED_AT]
-        used = {process.pid: _processor_s(process) for process in ranks}
+        ranks = [p for p in processes if p.pid in mains or p.pid in members][:_MAX_EXAMINED]
+        used = {process.pid: _measure_processor_s(process) for process in ranks}
         begun = time.monotonic()
         chains: dict[int, set[tuple[object, ...]]] = {process.pid: set() for process in ranks}
         waiting: set[int] = set()
-        for at in range(_LOOKS):
-            if at:
+        for attempt in range(_LOOKS):
+            if attempt:
                 await asyncio.sleep(_BETWEEN_S)
-            for pid, dump in (await feed(ranks)).dumps.items():
-                stacks = (each.frames for each in dump.threads if dump.pid == each.id or each.name == "MainThread")
+            for pid, dump in (await collect_stacks(ranks)).dumps.items():
+                stacks = (
+                    thread.frames for thread in dump.threads if dump.pid == thread.id or thread.name == "MainThread"
+                )
                 frames = next(stacks, ())
                 chains[pid].add((*frames[:-1], *(frame[:2] for frame in frames[-1:])))
-                if waits_in(frames):
+                if find_waiting_call(frames):
                     waiting.add(pid)
         elapsed = time.monotonic() - begun
         return any(
             len(chains[process.pid]) > 1
             and process.pid not in waiting
-            and _processor_s(process) - used[process.pid] >= _WORKS * elapsed
+            and _measure_processor_s(process) - used[process.pid] >= _BUSY_SHARE * elapsed
             for process in ranks
         )
 
-    async def _scene(self, hang: Hang, processes: Sequence[Process]) -> HangScene:
+    async def _scene(self, hang: Hang, processes: Sequence[Process]) -> HangContext:
         """What the board and the history have about the job."""
-        held = {uuid for process in processes for uuid in (*process.devices, *process.owner.devices)}
-        values: dict[str, dict[str, float]] = {uuid: {} for uuid in held}
+        job_devices = {uuid for process in processes for uuid in (*process.devices, *process.owner.devices)}
+        values: dict[str, dict[str, float]] = {uuid: {} for uuid in job_devices}
         for (name, labels), value, _ in self.board.values():
-            of = dict(zip(METRICS[name].labels, labels, strict=True))
-            device = of.pop("device", "")
-            if device in held and METRICS[name].kind != "info" and "process" not in of:
-                more = ",".join(f"{label}={text}" for label, text in of.items() if text)
-                values[device][f"{METRICS[name].full_name}{{{more}}}" if more else METRICS[name].full_name] = value
-        allowed = allowed_labels(self.board, processes[0])
-        since_ns = hang.since_ns - int(_BEFORE_S * 1e9)
-        series: dict[Series, tuple[array[int], array[float]]] = {}
+            series_labels = dict(zip(METRICS[name].labels, labels, strict=True))
+            device = series_labels.pop("device", "")
+            if device in job_devices and METRICS[name].kind != "info" and "process" not in series_labels:
+                label_text = ",".join(f"{label}={text}" for label, text in series_labels.items() if text)
+                values[device][
+                    f"{METRICS[name].full_name}{{{label_text}}}" if label_text else METRICS[name].full_name
+                ] = value
+        allowed = select_job_labels(self.board, processes[0])
+        since_ns = hang.since_ns - int(_HISTORY_S * 1e9)
+        series: dict[SeriesKey, tuple[array[int], array[float]]] = {}
         for name in {name for (name, _), _, _ in self.board.values()}:
             series |= {
                 (name, points.labels): (points.times_ns, points.values)
                 for points in self.history.recent(name, since_ns, time.time_ns())
-                if is_wanted((name, points.labels), allowed)
+                if is_relevant_series((name, points.labels), allowed)
             }
             await asyncio.sleep(0)  # each looks through minutes; polls are answered between
         devices = self.board.devices
-        return HangScene(
+        return HangContext(
             host=self.config.host_name, processes=tuple(processes), series=series,
             devices=tuple(
                 HungDevice(
                     uuid=uuid, index=devices[uuid].index, model=devices[uuid].model, stale=devices[uuid].stale,
                     values=values[uuid],
                 )
-                for uuid in sorted(held & devices.keys(), key=lambda uuid: (devices[uuid].index, uuid))
+                for uuid in sorted(job_devices & devices.keys(), key=lambda uuid: (devices[uuid].index, uuid))
             ),
             events=tuple(
                 HangEvent(at_ns=event.at_ns, device=event.device, kind=event.kind, text=event.text, code=event.code)
                 for event in self.board.events
-                if event.device in held
+                if event.device in job_devices
             ),
         )  # fmt: skip
 
     def _tidy(self, uid: int) -> None:
         """Only the newest bundles of a user stay."""
         parent = self.places.hangs(uid)
-        whole = sorted((path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()), reverse=True)
-        for path in whole[self.config.hangs.most_bundles_per_user :]:
+        bundles = sorted((path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()), reverse=True)
+        for path in bundles[self.config.hangs.most_bundles_per_user :]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _document(self) -> bytes:
         paces = {key: pace for key in self.board.processes if (pace := self.steps.pace(key)) is not None}
-        kept = _Kept(boot_id=self.boot_id, paces=self._resumed | paces, records=self.records)
-        return msgspec.json.encode(kept)
+        stored = _StoredHangs(boot_id=self.boot_id, paces=self._resumed | paces, records=self.records)
+        return msgspec.json.encode(stored)
 
     def _write(self, document: bytes) -> None:
         """Replace the file; blocks."""
@@ -356,7 +362,7 @@ class HangDesk:
         self.trouble, self._written = "", document
 
 
-def _processor_s(process: Process) -> float:
+def _measure_processor_s(process: Process) -> float:
     """Time for which the main thread of a process has used a processor or waited for one, seconds; 0 if it ended.
 
     On a host that is overloaded, what works waits for most of its time. Where the kernel does not count that: the time

@@ -12,15 +12,19 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from traceloom.agent.ownership.environment import RANKS_HERE
+from traceloom.agent.ownership.environment import LOCAL_WORLD_SIZE
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import py_spy
 from traceloom.agent.profilers.base import ProfilerError
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
-MOST_PROCESSES = 256
-_AT_ONCE = 8  # py-spy waits for the disk first (symbols), computes later; ranks of a host are about as many
-_NATIVE_AT_ONCE = 2  # each holds the symbols of torch: 105 MB of its build for processors, more of that for CUDA
+MAX_DUMPED_PROCESSES = 256
+_MAX_CONCURRENT_DUMPS = (
+    8  # py-spy waits for the disk first (symbols), computes later; ranks of a host are about as many
+)
+_MAX_CONCURRENT_NATIVE_DUMPS = (
+    2  # each holds the symbols of torch: 105 MB of its build for processors, more of that for CUDA
+)
 
 
 class StackDumps(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,30 +34,32 @@ class StackDumps(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[int, str]
 
 
-async def feed(processes: Sequence[Process], *, native: bool = False) -> StackDumps:
+async def collect_stacks(processes: Sequence[Process], *, native: bool = False) -> StackDumps:
     """Look at processes, some at once; one that cannot be looked at has a reason, and costs the others nothing."""
     dumps: dict[int, StackDump] = {}
-    reasons = {process.pid: f"beyond {MOST_PROCESSES} processes" for process in processes[MOST_PROCESSES:]}
-    turns = asyncio.Semaphore(_NATIVE_AT_ONCE if native else _AT_ONCE)
+    reasons = {process.pid: f"beyond {MAX_DUMPED_PROCESSES} processes" for process in processes[MAX_DUMPED_PROCESSES:]}
+    semaphore = asyncio.Semaphore(_MAX_CONCURRENT_NATIVE_DUMPS if native else _MAX_CONCURRENT_DUMPS)
 
     async def take(process: Process) -> None:
-        async with turns:
+        async with semaphore:
             try:
-                dumps[process.pid] = await py_spy.accept_entries(process, native=native)
+                dumps[process.pid] = await py_spy.dump_stacks(process, native=native)
             except ProfilerError as error:
                 reasons[process.pid] = str(error)
 
-    await asyncio.gather(*(take(process) for process in processes[:MOST_PROCESSES]))
+    await asyncio.gather(*(take(process) for process in processes[:MAX_DUMPED_PROCESSES]))
     return StackDumps(dumps=dumps, reasons=reasons)
 
 
 Role = Literal["rank", "thread", "worker"]
-ANY_COLLECTIVE = "wait"  # of a collective that was begun earlier: the stack does not say which
-_ROLES: tuple[Role, ...] = ("rank", "worker", "thread")
-_ADDRESS = re.compile(r"0x[0-9a-f]+$")
-_INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib/python3|^<frozen ")
-_DISTRIBUTED = re.compile(r"torch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous)\.py$")
-_NATIVE_WAIT = re.compile(
+UNKNOWN_COLLECTIVE = "wait"  # of a collective that was begun earlier: the stack does not say which
+_ROLE_ORDER: tuple[Role, ...] = ("rank", "worker", "thread")
+_ADDRESS_PATTERN = re.compile(r"0x[0-9a-f]+$")
+_INSTALLED_CODE_PATTERN = re.compile(r"/(?:site|dist)-packages/|/lib/python3|^<frozen ")
+_DISTRIBUTED_CODE_PATTERN = re.compile(
+    r"torch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous)\.py$"
+)
+_NATIVE_WAIT_PATTERN = re.compile(
     r"^(?:c10d::(?:\w+::)*(?P<torch>\w+)|nccl(?P<nccl>[A-Z]\w+)|P?MPI_(?P<mpi>[A-Z]\w+)"
     r"|(?P<device>cu(?:da)?(?:Device|Stream|Event|Ctx)Synchronize|hip(?:Device|Stream|Event)Synchronize))\b"
 )
@@ -77,7 +83,7 @@ class StackGroup(msgspec.Struct, frozen=True, kw_only=True):
     frames: tuple[Frame, ...]
 
 
-class Unseen(msgspec.Struct, frozen=True, kw_only=True):
+class MissingStack(msgspec.Struct, frozen=True, kw_only=True):
     """A process, or a rank without one here (pid null), whose stacks are not known, and why."""
 
     pid: int | None = None
@@ -90,16 +96,16 @@ class GroupedStacks(msgspec.Struct, frozen=True, kw_only=True):
 
     sentence: str
     groups: tuple[StackGroup, ...]
-    unseen: tuple[Unseen, ...]
+    unseen: tuple[MissingStack, ...]
 
 
-class _Member(NamedTuple):
+class _GroupMember(NamedTuple):
     process: Process
     role: Role
     thread: ThreadStack
 
 
-def grouped(
+def group_stacks(
     processes: Sequence[Process],
     dumps: Mapping[int, StackDump],
     reasons: Mapping[int, str],
@@ -123,132 +129,138 @@ def grouped(
             stack shows no wait: `work.wait()` is C++, and Python's calls alone look as if the program computed.
         ended: Ranks whose process has ended, and when, in words.
     """
-    ranks = main_processes(processes)
+    rank_pids = find_rank_pids(processes)
     waits = waits or {}
-    members: dict[tuple[Role, str, tuple[Frame, ...], str], list[_Member]] = defaultdict(list)
+    members: dict[tuple[Role, str, tuple[Frame, ...], str], list[_GroupMember]] = defaultdict(list)
     for process in processes:
         for thread in dumps[process.pid].threads if process.pid in dumps else ():
             is_main = process.pid == thread.id or thread.name == "MainThread"
-            role: Role = "worker" if process.pid not in ranks else "rank" if is_main else "thread"
-            frames = tuple(frame for frame in thread.frames if not _ADDRESS.match(frame.function))
-            waiting = waits_in(frames) or (waits.get(process.pid, "") if role == "rank" else "")
-            members[role, "" if is_main else thread.name, frames, waiting].append(_Member(process, role, thread))
+            role: Role = "worker" if process.pid not in rank_pids else "rank" if is_main else "thread"
+            frames = tuple(frame for frame in thread.frames if not _ADDRESS_PATTERN.match(frame.function))
+            waiting_call = find_waiting_call(frames) or (waits.get(process.pid, "") if role == "rank" else "")
+            members[role, "" if is_main else thread.name, frames, waiting_call].append(
+                _GroupMember(process, role, thread)
+            )
     groups = [
         StackGroup(
-            role=role, ranks=tuple(sorted({m.process.owner.rank for m in same if m.process.owner.rank is not None})),
-            pids=tuple(sorted({m.process.pid for m in same})), thread=name, active=any(m.thread.active for m in same),
-            waits_in=waiting, frames=frames,
+            role=role, ranks=tuple(sorted({m.process.owner.rank for m in group_members if m.process.owner.rank is not None})),
+            pids=tuple(sorted({m.process.pid for m in group_members})), thread=name, active=any(m.thread.active for m in group_members),
+            waits_in=waiting_call, frames=frames,
         )
-        for (role, name, frames, waiting), same in members.items()
+        for (role, name, frames, waiting_call), group_members in members.items()
     ]  # fmt: skip
-    mains = [group for group in groups if group.role == "rank"]
-    elsewhere = _elsewhere(mains)
-    groups = [msgspec.structs.replace(group, elsewhere=group in elsewhere) for group in groups]
-    groups.sort(key=lambda group: (_ROLES.index(group.role), not group.elsewhere, group.ranks, group.pids))
+    rank_groups = [group for group in groups if group.role == "rank"]
+    diverging_groups = _find_diverging_groups(rank_groups)
+    groups = [msgspec.structs.replace(group, elsewhere=group in diverging_groups) for group in groups]
+    groups.sort(key=lambda group: (_ROLE_ORDER.index(group.role), not group.elsewhere, group.ranks, group.pids))
     unseen = [
-        Unseen(pid=process.pid, rank=process.owner.rank, reason=reasons[process.pid])
+        MissingStack(pid=process.pid, rank=process.owner.rank, reason=reasons[process.pid])
         for process in processes
         if process.pid in reasons
     ]
     ended = ended or {}
     # Ranks that are missing among those of this host: of the whole job, or between its lowest and its highest.
-    here = {process.owner.rank for process in processes if process.owner.rank is not None}
-    worlds = {process.owner.world_size for process in processes if process.owner.world_size is not None}
-    sizes = {int(text) for p in processes if (text := p.declared.get(RANKS_HERE, "")).isdecimal()}
+    local_ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
+    world_sizes = {process.owner.world_size for process in processes if process.owner.world_size is not None}
+    local_world_sizes = {int(text) for p in processes if (text := p.declared.get(LOCAL_WORLD_SIZE, "")).isdecimal()}
     expected = range(0)
-    if len(worlds) == 1 and worlds == sizes:  # the whole job is here
-        expected = range(min(*worlds, 4096))
-    elif here and max(here) - min(here) < 4096:
-        expected = range(min(here), max(here))
-    absent = set(expected) - here
+    if len(world_sizes) == 1 and world_sizes == local_world_sizes:  # the whole job is here
+        expected = range(min(*world_sizes, 4096))
+    elif local_ranks and max(local_ranks) - min(local_ranks) < 4096:
+        expected = range(min(local_ranks), max(local_ranks))
+    absent_ranks = set(expected) - local_ranks
     unseen += (
-        Unseen(rank=rank, reason=ended.get(rank, "it has no process on this host"))
-        for rank in sorted({*absent, *ended})
+        MissingStack(rank=rank, reason=ended.get(rank, "it has no process on this host"))
+        for rank in sorted({*absent_ranks, *ended})
     )
-    sentence = _sentence([group for group in groups if group.role == "rank"], unseen, steps or {})
-    return GroupedStacks(sentence=sentence, groups=tuple(groups), unseen=tuple(unseen))
+    summary = _summarize_groups([group for group in groups if group.role == "rank"], unseen, steps or {})
+    return GroupedStacks(sentence=summary, groups=tuple(groups), unseen=tuple(unseen))
 
 
-def main_processes(processes: Iterable[Process]) -> set[int]:
+def find_rank_pids(processes: Iterable[Process]) -> set[int]:
     """Pids of the ranks: what a rank starts inherits its number, and loads its data. Without ranks, all."""
-    ranks = {process.pid: process.owner.rank for process in processes if process.owner.rank is not None}
-    mains = {
+    rank_by_pid = {process.pid: process.owner.rank for process in processes if process.owner.rank is not None}
+    rank_pids = {
         process.pid
         for process in processes
-        if process.pid in ranks and ranks.get(process.parent_pid) != process.owner.rank
+        if process.pid in rank_by_pid and rank_by_pid.get(process.parent_pid) != process.owner.rank
     }
-    return mains or {process.pid for process in processes}
+    return rank_pids or {process.pid for process in processes}
 
 
-def waits_in(frames: Sequence[Frame]) -> str:
+def find_waiting_call(frames: Sequence[Frame]) -> str:
     """The collective, or the wait for a device, that a stack is in; "" where it is in none."""
     for frame in frames:
-        if _DISTRIBUTED.search(frame.file.replace("\\", "/")):
+        if _DISTRIBUTED_CODE_PATTERN.search(frame.file.replace("\\", "/")):
             return frame.function
         if frame.function == "synchronize" and frame.file.endswith("torch/cuda/__init__.py"):
             return "cuda.synchronize"
-        if not frame.line and (match := _NATIVE_WAIT.match(frame.function)):
+        if not frame.line and (match := _NATIVE_WAIT_PATTERN.match(frame.function)):
             return str(next(filter(None, match.groups())))
     return ""
 
 
-def _elsewhere(groups: Sequence[StackGroup]) -> list[StackGroup]:
+def _find_diverging_groups(groups: Sequence[StackGroup]) -> list[StackGroup]:
     waiting = [group for group in groups if group.waits_in]
     if waiting and len(waiting) < len(groups):
         return [group for group in groups if not group.waits_in]
     if waiting:
-        places = [group.waits_in for group in waiting if group.waits_in != ANY_COLLECTIVE]
-        judged = [group for group in waiting if group.waits_in != ANY_COLLECTIVE]
+        locations = [group.waits_in for group in waiting if group.waits_in != UNKNOWN_COLLECTIVE]
+        candidates = [group for group in waiting if group.waits_in != UNKNOWN_COLLECTIVE]
     else:
-        places = [_place(group.frames) for group in groups]
-        judged = list(groups)
-    sizes: Counter[str] = Counter()
-    for location, group in zip(places, judged, strict=True):
-        sizes[location] += len(group.pids)
-    most = sizes.most_common(2)
-    if len(most) < 2 or most[0][1] == most[1][1]:
+        locations = [_describe_location(group.frames) for group in groups]
+        candidates = list(groups)
+    process_counts: Counter[str] = Counter()
+    for location, group in zip(locations, candidates, strict=True):
+        process_counts[location] += len(group.pids)
+    most_common = process_counts.most_common(2)
+    if len(most_common) < 2 or most_common[0][1] == most_common[1][1]:
         return []
-    return [group for location, group in zip(places, judged, strict=True) if location != most[0][0]]
+    return [group for location, group in zip(locations, candidates, strict=True) if location != most_common[0][0]]
 
 
-def _place(frames: Sequence[Frame]) -> str:
+def _describe_location(frames: Sequence[Frame]) -> str:
     """Where a stack is: the innermost call of the program's own code, else the innermost there is."""
-    own = [frame for frame in frames if frame.line and not _INSTALLED.search(frame.file)]
-    python = [frame for frame in frames if frame.line]
-    frame = next(reversed(own or python or list(frames)), None)
+    own_frames = [frame for frame in frames if frame.line and not _INSTALLED_CODE_PATTERN.search(frame.file)]
+    python_frames = [frame for frame in frames if frame.line]
+    frame = next(reversed(own_frames or python_frames or list(frames)), None)
     if frame is None:
         return "no call that can be seen"
-    where = f"{PurePosixPath(frame.file).name}:{frame.line}" if frame.line else PurePosixPath(frame.file).name
-    return f"`{frame.function}` ({where})"
+    location = f"{PurePosixPath(frame.file).name}:{frame.line}" if frame.line else PurePosixPath(frame.file).name
+    return f"`{frame.function}` ({location})"
 
 
-def _sentence(groups: Sequence[StackGroup], unseen: Sequence[Unseen], steps: Mapping[int, int]) -> str:
+def _summarize_groups(groups: Sequence[StackGroup], unseen: Sequence[MissingStack], steps: Mapping[int, int]) -> str:
     """Who is where: those elsewhere first, each with its place and step; who waits together, by what they wait in."""
     parts: list[str] = []
     for is_elsewhere in (True, False):
-        places: dict[tuple[str, str], list[StackGroup]] = defaultdict(list)
+        groups_by_location: dict[tuple[str, str], list[StackGroup]] = defaultdict(list)
         for group in groups:
             if group.elsewhere is is_elsewhere:
-                in_general = group.waits_in == ANY_COLLECTIVE
+                in_general = group.waits_in == UNKNOWN_COLLECTIVE
                 waits = "a collective" if in_general else group.waits_in and f"`{group.waits_in}`"
-                places["wait" if waits else "be", waits or _place(group.frames)].append(group)
-        for (verb, location), same in places.items():
-            who = [member for group in same for member in (group.ranks or group.pids)]
-            is_single = len(who) == 1
-            does = {"wait": "waits" if is_single else "wait", "be": "is" if is_single else "are"}[verb]
-            kind = "rank" if same[0].ranks else "process"
+                groups_by_location["wait" if waits else "be", waits or _describe_location(group.frames)].append(group)
+        for (verb, location), location_groups in groups_by_location.items():
+            numbers = [member for group in location_groups for member in (group.ranks or group.pids)]
+            is_single = len(numbers) == 1
+            verb_form = {"wait": "waits" if is_single else "wait", "be": "is" if is_single else "are"}[verb]
+            kind = "rank" if location_groups[0].ranks else "process"
             plural = kind + ("" if is_single else "s" if kind == "rank" else "es")
-            own = {steps[pid] for group in same for pid in group.pids if pid in steps}
+            own_steps = {steps[pid] for group in location_groups for pid in group.pids if pid in steps}
             latest = max(steps.values(), default=0)
-            after = f" after {min(own)} steps, the others after {latest}" if len(own) == 1 and min(own) < latest else ""
-            parts.append(f"{plural} {numbers(who)} {does} in {location}{after if is_elsewhere else ''}")
-    for each in unseen:
-        name = f"process {each.pid}" if each.rank is None else f"rank {each.rank}"
-        parts.append(f"{name} is not seen: {each.reason}")
+            after = (
+                f" after {min(own_steps)} steps, the others after {latest}"
+                if len(own_steps) == 1 and min(own_steps) < latest
+                else ""
+            )
+            parts.append(f"{plural} {format_ranges(numbers)} {verb_form} in {location}{after if is_elsewhere else ''}")
+    for missing in unseen:
+        name = f"process {missing.pid}" if missing.rank is None else f"rank {missing.rank}"
+        parts.append(f"{name} is not seen: {missing.reason}")
     return "; ".join(parts)
 
 
-def numbers(values: Iterable[int]) -> str:
+def format_ranges(values: Iterable[int]) -> str:
     """Numbers with runs of three and more as ranges: `0-3, 5`."""
     runs: list[list[int]] = []
     for value in sorted(values):

@@ -15,8 +15,8 @@ import msgspec
 
 from traceloom.errors import UsageError
 
-MOST_BYTES = 4096  # of a datagram of a client; the longest that there is has 100
-MOST_ANCESTORS = 64
+MAX_BYTES = 4096  # of a datagram of a client; the longest that there is has 100
+MAX_ANCESTORS = 64
 EVENTS, ACTIVITIES = 1, 2  # bits of a poll's mask: what its process would take now
 _METADATA = struct.Struct("=Q32s")
 _HELLO = struct.Struct("=iiq")
@@ -69,19 +69,19 @@ def decode(datagram: bytes) -> Hello | Poll:
             return Hello(*_HELLO.unpack(payload))
         case b"req" if len(payload) >= _POLL.size:
             mask, number, job = _POLL.unpack_from(payload)
-            if not 0 < number <= MOST_ANCESTORS or len(payload) != _POLL.size + 4 * number:
+            if not 0 < number <= MAX_ANCESTORS or len(payload) != _POLL.size + 4 * number:
                 raise MalformedDatagramError(f"{number} process ids in {len(payload)} bytes")
             return Poll(mask, job, struct.unpack_from(f"={number}i", payload, _POLL.size))
     raise MalformedDatagramError("it is neither `ctxt` nor `req`, or of another length")
 
 
-def configuration_reply(text: str) -> bytes:
+def encode_configuration_reply(text: str) -> bytes:
     """The answer to a poll; "" where there is nothing to do."""
     payload = text.encode("ascii")
     return _METADATA.pack(len(payload), b"req") + payload
 
 
-def instances_reply(number: int) -> bytes:
+def encode_instances_reply(number: int) -> bytes:
     """The answer to a hello: how many processes have announced themselves."""
     return _METADATA.pack(_NUMBER.size, b"ctxt") + _NUMBER.pack(number)
 
@@ -146,9 +146,9 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
             lines["ACTIVITIES_DURATION_MSECS"] = str(int(self.duration_ms))
             if self.start_ms:
                 lines["PROFILE_START_TIME"] = str(int(self.start_ms))
-        wanted = {
+        flags = {
             "PROFILE_REPORT_INPUT_SHAPES": self.shapes, "PROFILE_WITH_STACK": self.stacks,
             "PROFILE_WITH_FLOPS": self.flops, "PROFILE_WITH_MODULES": self.modules,
         }  # fmt: skip
-        lines |= {key: "true" for key, value in wanted.items() if value}
+        lines |= {key: "true" for key, value in flags.items() if value}
         return "".join(f"{key}={value}\n" for key, value in lines.items())

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from traceloom.agent.kineto.protocol import (
-    MOST_BYTES,
+    MAX_BYTES,
     Hello,
     MalformedDatagramError,
     Poll,
-    configuration_reply,
     decode,
-    instances_reply,
+    encode_configuration_reply,
+    encode_instances_reply,
 )
 from traceloom.errors import OutputError
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-MOST_CLIENTS = 8192
-USUAL_INTERVAL_S = 5.0  # between polls, where the process has not been told otherwise
-_MOST_ANCESTORS = 10
-_SILENT_S = 900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
+MAX_CLIENTS = 8192
+DEFAULT_INTERVAL_S = 5.0  # between polls, where the process has not been told otherwise
+_MAX_ANCESTORS = 10
+_SILENCE_LIMIT_S = 900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
 
 
 class ProfilerClient(msgspec.Struct, kw_only=True):
@@ -61,10 +61,10 @@ class ProfilerClient(msgspec.Struct, kw_only=True):
     polls: int = 0
     first_ns: int = 0
     polled: float = 0.0  # on the monotonic clock
-    interval_s: float = USUAL_INTERVAL_S
+    interval_s: float = DEFAULT_INTERVAL_S
 
 
-class Offer(msgspec.Struct, kw_only=True):
+class PendingConfiguration(msgspec.Struct, kw_only=True):
     """A configuration that waits for the next poll of an idle process.
 
     `text` gives it when that comes, "" to wait for another poll; `delivered` is called once it has been handed over.
@@ -84,7 +84,7 @@ class ProfilerRegistry:
     def __init__(self, proc: str = "/proc") -> None:
         self.proc = proc
         self.clients: dict[str, ProfilerClient] = {}
-        self.offers: dict[str, Offer] = {}  # of clients, by key
+        self.offers: dict[str, PendingConfiguration] = {}  # of clients, by key
         self.listeners: list[Callable[[ProfilerClient], None]] = []  # called after each poll
         self._keys: dict[int, str] = {}
 
@@ -110,20 +110,20 @@ class ProfilerRegistry:
     def _identified(self, pid: int, uid: int, gid: int) -> ProfilerClient | None:
         """The client that a process is, a new one where it has not polled before."""
         try:
-            parent, ticks = parent_and_start(self.proc, pid)
+            parent, ticks = read_parent_and_start(self.proc, pid)
         except (OSError, ValueError, IndexError):
             return None
         key = f"{pid}@{ticks}"
         client = self.clients.get(key)
         if client is None:
-            if len(self.clients) >= MOST_CLIENTS:
+            if len(self.clients) >= MAX_CLIENTS:
                 self.forget()
-                if len(self.clients) >= MOST_CLIENTS:
+                if len(self.clients) >= MAX_CLIENTS:
                     return None
             self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process of this pid
             client = self.clients[key] = ProfilerClient(
                 key=key, pid=pid, uid=uid, gid=gid, start_ticks=ticks, first_ns=time.time_ns(),
-                ancestors=tuple(ancestors(self.proc, parent)),
+                ancestors=tuple(iterate_ancestors(self.proc, parent)),
             )  # fmt: skip
             self._keys[pid] = key
         return client
@@ -133,8 +133,8 @@ class ProfilerRegistry:
         offer = self.offers.get(client.key)
         text = "" if offer is None or client.busy else offer.text(client)
         if offer is None or not text:
-            return configuration_reply(""), None
-        return configuration_reply(text), lambda: self._delivered(client.key, offer)
+            return encode_configuration_reply(""), None
+        return encode_configuration_reply(text), lambda: self._delivered(client.key, offer)
 
     def answered(self, client: ProfilerClient) -> None:
         """Let those hear of a poll who wait for it."""
@@ -149,24 +149,24 @@ class ProfilerRegistry:
         """Drop clients that have ended."""
         now = time.monotonic()
         for key, client in list(self.clients.items()):
-            if now - client.polled < USUAL_INTERVAL_S:
+            if now - client.polled < DEFAULT_INTERVAL_S:
                 continue
             alive = False
             with contextlib.suppress(OSError, ValueError, IndexError):
-                alive = parent_and_start(self.proc, client.pid)[1] == client.start_ticks
-            if not alive or now - client.polled > _SILENT_S:
+                alive = read_parent_and_start(self.proc, client.pid)[1] == client.start_ticks
+            if not alive or now - client.polled > _SILENCE_LIMIT_S:
                 del self.clients[key]
                 self.offers.pop(key, None)
                 if self._keys.get(client.pid) == key:
                     del self._keys[client.pid]
 
-    def _delivered(self, key: str, offer: Offer) -> None:
+    def _delivered(self, key: str, offer: PendingConfiguration) -> None:
         if self.offers.get(key) is offer:
             del self.offers[key]
         offer.delivered()
 
 
-def parent_and_start(proc: str, pid: int) -> tuple[int, int]:
+def read_parent_and_start(proc: str, pid: int) -> tuple[int, int]:
     """Parent and start time (in ticks since boot) of a process.
 
     Raises:
@@ -180,24 +180,24 @@ def parent_and_start(proc: str, pid: int) -> tuple[int, int]:
     return int(fields[1]), int(fields[19])
 
 
-def ancestors(proc: str, parent: int) -> Iterator[int]:
+def iterate_ancestors(proc: str, parent: int) -> Iterator[int]:
     """The parent of a process, its parent, and so on; without the first process of the host."""
-    for _ in range(_MOST_ANCESTORS):
+    for _ in range(_MAX_ANCESTORS):
         if parent <= 1:
             return
         yield parent
         try:
-            parent, _ticks = parent_and_start(proc, parent)
+            parent, _ticks = read_parent_and_start(proc, parent)
         except (OSError, ValueError, IndexError):
             return
 
 
-def is_alive(proc: str, pid: int, start_ticks: int) -> bool:
+def is_same_process_alive(proc: str, pid: int, start_ticks: int) -> bool:
     """Whether this very process still runs: pids are given again."""
-    return bool(process_state(pid, start_ticks, proc))
+    return bool(read_process_state(pid, start_ticks, proc))
 
 
-def process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
+def read_process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
     """The state of this very process, as R, S, D, T or t; "" where it has ended."""
     try:
         fields = Path(proc, str(pid), "stat").read_bytes().rpartition(b")")[2].split()
@@ -208,17 +208,17 @@ def process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
 
 
 LOG = logging.getLogger("traceloom.agent")
-NAME = "dynolog"
-ABSTRACT = f"\0{NAME}\0".encode()  # the last NUL belongs to the name
-SETTINGS = "libkineto.conf"
-_CLIENT = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
-_LONGEST_CLIENT = len("dynoconfigclient") + 36
-_LONGEST_PATH = 107  # of a unix socket
+SOCKET_NAME = "dynolog"
+ABSTRACT_SOCKET = f"\0{SOCKET_NAME}\0".encode()  # the last NUL belongs to the name
+SETTINGS_FILE = "libkineto.conf"
+_CLIENT_NAME = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
+_MAX_CLIENT_CHARS = len("dynoconfigclient") + 36
+_MAX_PATH_BYTES = 107  # of a unix socket
 _CREDENTIALS = struct.Struct("3i")
 _SNDBUFFORCE = 32  # of Linux: beyond what anybody may have, for who administers the network
 _UNREAD_BYTES = 8 << 20  # of answers: whoever is stopped, or slow to read, takes some of it from all others
-_MOST_SWEPT = 4096  # names of a directory that are looked at
-_TOGETHER_S = 0.02  # what comes meanwhile is answered at one wake-up; a client waits for 90 ms
+_MAX_SWEPT = 4096  # names of a directory that are looked at
+_BATCH_WINDOW_S = 0.02  # what comes meanwhile is answered at one wake-up; a client waits for 90 ms
 _MANY = 5  # at one wake-up: half of what the kernel keeps; where so many come, nothing waits for more
 
 
@@ -237,7 +237,7 @@ class UserSocket:
         self.listener.close()
         if self.handle is not None:
             with contextlib.suppress(OSError):
-                os.unlink(NAME, dir_fd=self.handle)
+                os.unlink(SOCKET_NAME, dir_fd=self.handle)
             os.close(self.handle)
 
 
@@ -305,7 +305,7 @@ class KinetoSockets:
             return directory
         if self.trouble:
             raise OutputError(self.trouble, slug="socket-unusable")
-        if len(os.fsencode(directory)) + 1 + _LONGEST_CLIENT > _LONGEST_PATH:
+        if len(os.fsencode(directory)) + 1 + _MAX_CLIENT_CHARS > _MAX_PATH_BYTES:
             raise OutputError(
                 "the name is too long for sockets below it", slug="socket-unusable", where=str(directory),
                 hint="set `paths.kineto` of agent.toml to a shorter one",
@@ -334,8 +334,8 @@ class KinetoSockets:
             if user_socket.handle is None:
                 continue
             with contextlib.suppress(OSError), os.scandir(user_socket.handle) as entries:
-                names = [entry.name for _, entry in zip(range(_MOST_SWEPT), entries, strict=False)]
-                for name in filter(_CLIENT.fullmatch, names):
+                names = [entry.name for _, entry in zip(range(_MAX_SWEPT), entries, strict=False)]
+                for name in filter(_CLIENT_NAME.fullmatch, names):
                     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
                         handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=user_socket.handle)
                         try:
@@ -354,7 +354,7 @@ class KinetoSockets:
                 with contextlib.suppress(OSError):
                     listener.setsockopt(socket.SOL_SOCKET, option, _UNREAD_BYTES)
             if directory is None:
-                listener.bind(ABSTRACT)
+                listener.bind(ABSTRACT_SOCKET)
             else:
                 assert uid is not None
                 self._bind(listener, uid, directory)
@@ -365,7 +365,7 @@ class KinetoSockets:
         self._sockets[uid] = user_socket
         asyncio.get_running_loop().add_reader(listener.fileno(), self._answer, user_socket)
         if directory is not None:
-            self._bound(directory / NAME)
+            self._bound(directory / SOCKET_NAME)
 
     def _bind(self, listener: socket.socket, uid: int, directory: Path) -> None:
         """While names are made in the directory it is ours: its user cannot put a link in their place."""
@@ -375,13 +375,13 @@ class KinetoSockets:
             if os.geteuid() != uid:
                 os.fchown(handle, os.geteuid(), -1)
             os.fchmod(handle, 0o700)
-            for name in (NAME, SETTINGS):
+            for name in (SOCKET_NAME, SETTINGS_FILE):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=handle)
-            listener.bind(str(directory / NAME))
-            os.chmod(NAME, 0o666, dir_fd=handle)  # noqa: S103  (the directory lets its user in alone)
+            listener.bind(str(directory / SOCKET_NAME))
+            os.chmod(SOCKET_NAME, 0o666, dir_fd=handle)  # noqa: S103  (the directory lets its user in alone)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            settings = os.open(SETTINGS, flags, 0o644, dir_fd=handle)
+            settings = os.open(SETTINGS_FILE, flags, 0o644, dir_fd=handle)
             try:
                 os.fchmod(settings, 0o644)
                 os.write(settings, b"ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=%d\n" % self.interval_s)
@@ -396,22 +396,22 @@ class KinetoSockets:
         """Answer what has come, then let some more come: to wake up costs as much as to answer."""
         loop, listener = asyncio.get_running_loop(), user_socket.listener
         listening = user_socket.pause is None
-        taken = 0
-        while taken < _MANY and self._read(user_socket):
-            taken += 1
-        pauses = 0 < taken < _MANY
+        answered = 0
+        while answered < _MANY and self._read(user_socket):
+            answered += 1
+        pauses = 0 < answered < _MANY
         if listening and pauses:
             loop.remove_reader(listener.fileno())
         elif not listening and not pauses:
             loop.add_reader(listener.fileno(), self._answer, user_socket)
-        user_socket.pause = loop.call_later(_TOGETHER_S, self._answer, user_socket) if pauses else None
+        user_socket.pause = loop.call_later(_BATCH_WINDOW_S, self._answer, user_socket) if pauses else None
 
     def _read(self, user_socket: UserSocket) -> bool:
         """Answer one datagram; whether there was one."""
         try:
             # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
             datagram, ancillary, _, address = user_socket.listener.recvmsg(
-                MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
+                MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
             )
         except (BlockingIOError, InterruptedError):
             return False
@@ -435,7 +435,7 @@ class KinetoSockets:
             return True
         if isinstance(message, Hello):
             self._hellos += 1
-            self._send(user_socket, instances_reply(self._hellos), address)
+            self._send(user_socket, encode_instances_reply(self._hellos), address)
             return True
         client = self.registry.poll(message, pid, uid, gid, address)
         if client is not None:
@@ -454,8 +454,8 @@ class KinetoSockets:
                     return False
                 user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, address)
                 return True
-            folder, _, name = address.rpartition("/") if isinstance(address, str) else ("", "", "")
-            if folder != str(user_socket.directory) or not _CLIENT.fullmatch(name):
+            directory, _, name = address.rpartition("/") if isinstance(address, str) else ("", "", "")
+            if directory != str(user_socket.directory) or not _CLIENT_NAME.fullmatch(name):
                 self.strangers += 1
                 return False
             handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=user_socket.handle)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from traceloom.agent.accelerators.amd import runtime_order
+from traceloom.agent.accelerators.amd import list_rocm_addresses
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.collectors.collector import read_if_there
 
@@ -20,8 +20,8 @@ _CDI = re.compile(r"(?P<kind>[^/=]+/[^/=]+)=(?P<name>.+)")
 _DRA = re.compile(r"gpu\.nvidia\.com/(?P<name>gpu-\d+)")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
 # These schedulers may or may not number the devices of a job anew; nothing of the process says which.
-_RENUMBERING = ("LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
-_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+_RENUMBERING_SCHEDULERS = ("LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+_SLURM_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
 
 class HostDevices:
@@ -37,9 +37,9 @@ class HostDevices:
         self.by_uuid = {device.uuid: device for device in devices}
         self.vendor = next((v for v in ("nvidia", "amd") if any(d.vendor == v for d in self.by_uuid.values())), "")
         self._whole = [device for device in self.by_uuid.values() if not device.parent]
-        self._amd_order = runtime_order(sys) if self.vendor == "amd" else []
-        self._names = _unambiguous(self._names_of(proc))
-        self._indices = _unambiguous(
+        self._amd_order = list_rocm_addresses(sys) if self.vendor == "amd" else []
+        self._names = _drop_ambiguous(self._names_of(proc))
+        self._indices = _drop_ambiguous(
             (device.index, device.uuid)
             for device in self.by_uuid.values()
             # Exporters number partitions otherwise than nvidia-smi does.
@@ -49,12 +49,12 @@ class HostDevices:
     def named(self, name: str) -> str:
         """The uuid of what a device plugin, CDI, DRA or a scheduler calls a device; "" where that is not certain."""
         if cdi := _CDI.fullmatch(name):
-            of_nvidia = cdi["kind"] == "nvidia.com/gpu"
-            return self.named(cdi["name"]) or (self.numbered(cdi["name"]) if of_nvidia else "")
+            is_nvidia = cdi["kind"] == "nvidia.com/gpu"
+            return self.named(cdi["name"]) or (self.numbered(cdi["name"]) if is_nvidia else "")
         if dra := _DRA.fullmatch(name):
             name = dra["name"]
         name = _REPLICA.sub("", name)
-        return self._names.get(_address(name) or name, "")
+        return self._names.get(_normalise_pci_address(name) or name, "")
 
     def numbered(self, index: str) -> str:
         """The uuid of a device by the number that nvidia-smi (`0`; `0:1` a partition), else AMD's driver gives it."""
@@ -67,45 +67,49 @@ class HostDevices:
 
     def parts(self, uuids: Iterable[str]) -> frozenset[str]:
         """Devices with the partitions that they are divided into."""
-        whole = set(uuids)
-        return frozenset(whole | {uuid for uuid, device in self.by_uuid.items() if device.parent in whole})
+        device_uuids = set(uuids)
+        return frozenset(
+            device_uuids | {uuid for uuid, device in self.by_uuid.items() if device.parent in device_uuids}
+        )
 
     def all(self) -> list[str]:
         """Devices of the vendor that can be used: of a divided one its partitions."""
         parents = {device.parent for device in self.by_uuid.values()}
         return [u for u, device in self.by_uuid.items() if device.vendor == self.vendor and u not in parents]
 
-    def in_order(self, *, by_pci: bool = False) -> list[str]:
+    def in_order(self, *, pci_order: bool = False) -> list[str]:
         """All devices as CUDA or ROCm counts them; [] where that is not certain.
 
         Args:
-            by_pci: CUDA is asked to count in the order of PCI addresses; otherwise it counts the fastest first, which
+            pci_order: CUDA is asked to count in the order of PCI addresses; otherwise it counts the fastest first, which
                 is the same where all are of one model.
         """
-        whole = [device for device in self._whole if device.vendor == self.vendor]
-        undivided = {device.uuid for device in whole} == set(self.all())
-        certain = undivided and not any(device.stale for device in whole)
+        whole_devices = [device for device in self._whole if device.vendor == self.vendor]
+        undivided = {device.uuid for device in whole_devices} == set(self.all())
+        certain = undivided and not any(device.stale for device in whole_devices)
         if self.vendor == "amd":
-            order = [self._names.get(_address(address), "") for address in self._amd_order]
-            return order if certain and "" not in order and len(order) == len(whole) else []
-        certain = certain and all(device.index.isdecimal() for device in whole)
-        if not certain or not (by_pci or len({device.model for device in whole}) <= 1):
+            order = [self._names.get(_normalise_pci_address(address), "") for address in self._amd_order]
+            return order if certain and "" not in order and len(order) == len(whole_devices) else []
+        certain = certain and all(device.index.isdecimal() for device in whole_devices)
+        if not certain or not (pci_order or len({device.model for device in whole_devices}) <= 1):
             return []
-        return [device.uuid for device in sorted(whole, key=lambda device: int(device.index))]  # which is that of PCI
+        return [
+            device.uuid for device in sorted(whole_devices, key=lambda device: int(device.index))
+        ]  # which is that of PCI
 
     def _names_of(self, proc: Path) -> Iterator[tuple[str, str]]:
         minors: dict[str, str] = {}  # PCI address -> number of the device file, as NVIDIA's driver tells
         for directory in (proc / "driver/nvidia/gpus").glob("*"):
             match = re.search(rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE)
             if match:  # else it was taken away just now
-                minors[_address(directory.name)] = match[1].decode()
+                minors[_normalise_pci_address(directory.name)] = match[1].decode()
         for device in self.by_uuid.values():
             yield device.uuid, device.uuid
-            above = self.by_uuid.get(device.parent, device)
-            minor = minors.get(_address(above.pci), "") if above.vendor == "nvidia" else ""
+            parent = self.by_uuid.get(device.parent, device)
+            minor = minors.get(_normalise_pci_address(parent.pci), "") if parent.vendor == "nvidia" else ""
             instance = _INSTANCE.search(device.partition)
             if not device.parent:
-                yield _address(device.pci), device.uuid
+                yield _normalise_pci_address(device.pci), device.uuid
                 if minor:
                     yield f"nvidia{minor}", device.uuid
                 if minor == device.index:  # DRA's driver numbered by index once, now by the device file
@@ -113,25 +117,25 @@ class HostDevices:
             elif instance:
                 numbers = f"{instance['instance']}", f"{instance['compute'] or 0}"
                 yield f"MIG-{device.parent}/{'/'.join(numbers)}", device.uuid
-                yield f"{above.index}:{':'.join(numbers)}", device.uuid
+                yield f"{parent.index}:{':'.join(numbers)}", device.uuid
                 if minor:
                     yield f"nvidia{minor}/gi{numbers[0]}", device.uuid
 
 
-def _unambiguous(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+def _drop_ambiguous(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     uuids: dict[str, set[str]] = {}
     for name, uuid in pairs:
         uuids.setdefault(name, set()).add(uuid)
-    return {name: min(some) for name, some in uuids.items() if name and len(some) == 1}
+    return {name: min(candidates) for name, candidates in uuids.items() if name and len(candidates) == 1}
 
 
-def _address(text: str) -> str:
+def _normalise_pci_address(text: str) -> str:
     """A PCI address, which drivers write with four or eight digits of the domain, in one spelling; "" of others."""
     match = _PCI.fullmatch(text.lower())
     return f"{int(match['domain'] or '0', 16):x}:{match['rest']}" if match else ""
 
 
-def devices_of(
+def find_assigned_devices(
     environment: Mapping[str, str],
     devices: HostDevices,
     *,
@@ -148,13 +152,13 @@ def devices_of(
     """
     if not devices.vendor:
         return None
-    allowed, source = (kubelet, "kubelet") if kubelet is not None else _allowed(environment, devices, root)
-    order = devices.in_order(by_pci=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
-    orders = [] if any(environment.get(name) for name in _RENUMBERING) else [order]
-    by_slurm = root is None and any(environment.get(name) for name in _SLURM)
+    allowed, source = (kubelet, "kubelet") if kubelet is not None else _find_allowed_devices(environment, devices, root)
+    order = devices.in_order(pci_order=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+    orders = [] if any(environment.get(name) for name in _RENUMBERING_SCHEDULERS) else [order]
+    in_slurm = root is None and any(environment.get(name) for name in _SLURM_VARIABLES)
     if root is not None:
         orders = [[uuid for uuid in order if uuid in allowed]] if allowed is not None else []
-    elif by_slurm:
+    elif in_slurm:
         # Where Slurm hides the other devices by control groups, those of the step are counted from 0.
         orders = [order, [uuid for uuid in order if uuid in allowed]] if allowed is not None else []
     filters: list[tuple[str, ...]] = [("CUDA_VISIBLE_DEVICES",)]
@@ -165,9 +169,13 @@ def devices_of(
         if not variable or allowed == frozenset():
             continue
         text = environment[variable]
-        listed = [_listed(text, order, devices, strict=by_slurm) for order in orders or [[]]]
-        matches = {some for some in listed if some is not None and (allowed is None or allowed.issuperset(some))}
-        if not matches and by_slurm and allowed is not None and len(text.split(",")) == len(allowed):
+        listed = [_parse_visible_devices(text, order, devices, strict=in_slurm) for order in orders or [[]]]
+        matches = {
+            listed_devices
+            for listed_devices in listed
+            if listed_devices is not None and (allowed is None or allowed.issuperset(listed_devices))
+        }
+        if not matches and in_slurm and allowed is not None and len(text.split(",")) == len(allowed):
             continue  # Slurm counts the devices of the step, and gave this task some: as many as it names
         if len(matches) != 1:
             return None
@@ -178,12 +186,12 @@ def devices_of(
     return tuple(uuid for uuid in (orders[0] if orders else ()) if uuid in allowed) or tuple(sorted(allowed)), source
 
 
-def _allowed(
+def _find_allowed_devices(
     environment: Mapping[str, str], devices: HostDevices, root: Path | None
 ) -> tuple[frozenset[str] | None, str]:
     """What the runtime of the container, or Slurm, lets a process reach, as far as variables tell."""
     if root is None:
-        for variable in _SLURM:
+        for variable in _SLURM_VARIABLES:
             entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
             if entries:  # Slurm names devices by their files, in the order of which they need not be counted
                 uuids = [devices.named(f"nvidia{entry}") or devices.named(entry) for entry in entries]
@@ -201,7 +209,9 @@ def _allowed(
     return (devices.parts(uuids) & set(devices.all()) if uuids and all(uuids) else None), variable
 
 
-def _listed(text: str, order: Sequence[str], devices: HostDevices, *, strict: bool) -> tuple[str, ...] | None:
+def _parse_visible_devices(
+    text: str, order: Sequence[str], devices: HostDevices, *, strict: bool
+) -> tuple[str, ...] | None:
     """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None: nobody knows.
 
     `strict`: the order is one of several that may be meant, and is not where a number lies beyond it.

@@ -16,16 +16,16 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from traceloom.agent.config import Locations
-from traceloom.agent.kineto.server import SETTINGS
+from traceloom.agent.config import AgentPaths
+from traceloom.agent.kineto.server import SETTINGS_FILE
 from traceloom.agent.ownership.model import Owner
 from traceloom.errors import InputError, nearest
 
-MOST_LABELS = 16
-LABEL = "TRACELOOM_LABEL_"
-PREFIXES = (LABEL,)
+MAX_LABELS = 16
+LABEL_PREFIX = "TRACELOOM_LABEL_"
+PREFIXES = (LABEL_PREFIX,)
 
-Statements = dict[str, tuple[Any, str]]
+Claims = dict[str, tuple[Any, str]]
 """Field of `Owner`, or `labels.NAME` -> its value, and where that was read."""
 
 
@@ -53,7 +53,7 @@ LAUNCHERS = (
     Launcher("Slurm", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
 )
 
-MPI = LAUNCHERS[1:7]
+MPI_LAUNCHERS = LAUNCHERS[1:7]
 
 
 class BatchScheduler(NamedTuple):
@@ -91,12 +91,12 @@ SCHEDULERS = (
 )  # fmt: skip
 
 # Of the downward API of Kubernetes everybody names the variables; these names are usual.
-_POD = {
+_POD_VARIABLES = {
     "pod": ("POD_NAME", "K8S_POD_NAME", "MY_POD_NAME"),
     "namespace": ("POD_NAMESPACE", "K8S_POD_NAMESPACE", "MY_POD_NAMESPACE"),
     "container": ("CONTAINER_NAME", "K8S_CONTAINER_NAME"),
 }
-_POD_UID = ("POD_UID", "K8S_POD_UID", "MY_POD_UID")
+_POD_UID_VARIABLES = ("POD_UID", "K8S_POD_UID", "MY_POD_UID")
 _IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
 # The first worker of a PyTorchJob (Kubeflow), and of a JobSet, which is its own domain, as all workers are told.
 _FIRST_WORKER = re.compile(r"(?P<job>[a-z0-9.-]+)-master-0|(?P<set>[a-z0-9-]+?)-[a-z0-9-]+-0-0\.(?P=set)(?:\..*)?")
@@ -105,16 +105,16 @@ _TORCHELASTIC = "TORCHELASTIC_RUN_ID"
 _MAIN_ADDRESS = ("MASTER_ADDR", "PET_MASTER_ADDR")
 _MAIN_PORT = "MASTER_PORT"
 _MPI_JOB = "PMIX_NAMESPACE"
-JOB = "TRACELOOM_JOB"
-DTYPE = "TRACELOOM_DTYPE"
-INPUT_BYTES = "TRACELOOM_INPUT_BYTES_PER_STEP"
+JOB_VARIABLE = "TRACELOOM_JOB"
+DTYPE_VARIABLE = "TRACELOOM_DTYPE"
+INPUT_BYTES_VARIABLE = "TRACELOOM_INPUT_BYTES_PER_STEP"
 
-DEVICES = (
+DEVICE_VARIABLES = (
     "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
 )  # fmt: skip
-RANKS_HERE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
-HOST = "HOSTNAME"  # in a pod, the pod's name
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
+HOST_VARIABLE = "HOSTNAME"  # in a pod, the pod's name
 # By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts, whatever its value.
 POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
 # By which PyTorch tells what its flight recorder of collectives holds.
@@ -122,22 +122,22 @@ WORKER_SERVER, DUMP_PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_
 DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 # What tells two launches of one job apart whose ranks have the same numbers.
-LAUNCH = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
+LAUNCH_VARIABLES = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
-LISTED: frozenset[str] = frozenset({
+LISTED_VARIABLES: frozenset[str] = frozenset({
     *(variable for launcher in LAUNCHERS for variable in launcher[1:] if variable),
     *(variable for scheduler in SCHEDULERS for variable in scheduler.job),
     *(variable for scheduler in SCHEDULERS for _, variable in scheduler.fields),
-    *(variable for variables in _POD.values() for variable in variables), *_POD_UID, _IN_KUBERNETES,
+    *(variable for variables in _POD_VARIABLES.values() for variable in variables), *_POD_UID_VARIABLES, _IN_KUBERNETES,
     "JOBSET_NAME", _TORCHELASTIC, *_MAIN_ADDRESS, _MAIN_PORT, _MPI_JOB,
-    JOB, DTYPE, INPUT_BYTES, *DEVICES, RANKS_HERE, HOST, POLLS, POLLED_DIRECTORY,
+    JOB_VARIABLE, DTYPE_VARIABLE, INPUT_BYTES_VARIABLE, *DEVICE_VARIABLES, LOCAL_WORLD_SIZE, HOST_VARIABLE, POLLS, POLLED_DIRECTORY,
     WORKER_SERVER, DUMP_PIPE, *DUMP_FILES,
 })  # fmt: skip
 """The variables that are kept, beside those that begin with one of `PREFIXES` and those of the configuration."""
 
-_TEXTS = {"job", "name", "scheduler", "user", "account", "partition", "namespace", "pod", "container"}
-_NUMBERS = {"rank", "local_rank", "world_size"}
+_TEXT_FIELDS = {"job", "name", "scheduler", "user", "account", "partition", "namespace", "pod", "container"}
+_NUMBER_FIELDS = {"rank", "local_rank", "world_size"}
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
@@ -146,7 +146,7 @@ def check_variables(variables: Mapping[str, str]) -> None:
     Raises:
         InputError: slug `wrong-config`.
     """
-    fields = _TEXTS | _NUMBERS
+    fields = _TEXT_FIELDS | _NUMBER_FIELDS
     for variable, field in variables.items():
         if field not in fields and not re.fullmatch(r"labels\.[a-z][a-z0-9_]*", field):
             raise InputError(
@@ -156,7 +156,7 @@ def check_variables(variables: Mapping[str, str]) -> None:
             )  # fmt: skip
 
 
-def rank_of(environment: Mapping[str, str]) -> tuple[str, ...]:
+def find_rank_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """What makes a process a rank: the launcher and the values of its variables; () where nothing does.
 
     Whatever a rank starts inherits these: processes that have the same are the rank and its children.
@@ -169,7 +169,7 @@ def rank_of(environment: Mapping[str, str]) -> tuple[str, ...]:
     return ()
 
 
-def statements(environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = "") -> Statements:
+def extract_claims(environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = "") -> Claims:
     """All that an environment says of the owner. What it claims of the user is weaker than what the kernel says.
 
     Args:
@@ -177,7 +177,7 @@ def statements(environment: Mapping[str, str], variables: Mapping[str, str], *, 
         variables: Those of the configuration, which outrank all others.
         host: What a loopback address means, as it makes a job only together with the host; "": such a one makes none.
     """
-    stated: Statements = {}
+    stated: Claims = {}
 
     def state(field: str, variable: str, value: Any) -> None:
         if value != "" and field not in stated:
@@ -185,12 +185,12 @@ def statements(environment: Mapping[str, str], variables: Mapping[str, str], *, 
 
     for variable, field in variables.items():
         value = environment.get(variable, "")
-        state(field, variable, (int(value) if value.isdecimal() else "") if field in _NUMBERS else value)
-    ranks = rank_of(environment)
+        state(field, variable, (int(value) if value.isdecimal() else "") if field in _NUMBER_FIELDS else value)
+    ranks = find_rank_variables(environment)
     if ranks:
         for field, value in zip(("rank", "local_rank", "world_size"), ranks[2:], strict=True):
             state(field, ranks[1], int(value) if value.isdecimal() else "")
-    state("job", JOB, environment.get(JOB, ""))
+    state("job", JOB_VARIABLE, environment.get(JOB_VARIABLE, ""))
     for scheduler in SCHEDULERS:
         variable = next((name for name in scheduler.job if environment.get(name)), "")
         if not variable:
@@ -204,17 +204,17 @@ def statements(environment: Mapping[str, str], variables: Mapping[str, str], *, 
         for field, name in scheduler.fields:
             state(field, name, environment.get(name, ""))
         break
-    for field, names in _POD.items():
+    for field, names in _POD_VARIABLES.items():
         for name in names:
             state(field, name, environment.get(name, ""))
-    _state_other_jobs(environment, host, state)
-    labels = [name for name in sorted(environment) if name.startswith(LABEL)]
-    for name in labels[:MOST_LABELS]:
-        state("labels." + re.sub(r"[^a-z0-9_]", "_", name[len(LABEL) :].lower()), name, environment[name])
+    _add_other_jobs(environment, host, state)
+    labels = [name for name in sorted(environment) if name.startswith(LABEL_PREFIX)]
+    for name in labels[:MAX_LABELS]:
+        state("labels." + re.sub(r"[^a-z0-9_]", "_", name[len(LABEL_PREFIX) :].lower()), name, environment[name])
     return stated
 
 
-def _state_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> None:
+def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> None:
     """Jobs that no scheduler of batch jobs runs: of Kubernetes, torchrun, MPI."""
     in_kubernetes = _IN_KUBERNETES in environment
     address = next((environment[name] for name in _MAIN_ADDRESS if environment.get(name)), "")
@@ -223,7 +223,7 @@ def _state_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> 
     if in_kubernetes:
         state("scheduler", _IN_KUBERNETES, "kubernetes")
     if in_kubernetes and name:
-        namespace = next((environment[name] for name in _POD["namespace"] if environment.get(name)), "")
+        namespace = next((environment[name] for name in _POD_VARIABLES["namespace"] if environment.get(name)), "")
         variable = "JOBSET_NAME" if environment.get("JOBSET_NAME") else "MASTER_ADDR"
         state("job", variable, f"kubernetes-{namespace}/{name}" if namespace else f"kubernetes-{name}")
         state("name", variable, name)
@@ -238,14 +238,14 @@ def _state_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> 
     if environment.get("RAY_JOB_ID"):
         state("scheduler", "RAY_JOB_ID", "ray")
     state("job", _MPI_JOB, f"mpi-{environment[_MPI_JOB]}" if environment.get(_MPI_JOB) else "")
-    for launcher in MPI:
+    for launcher in MPI_LAUNCHERS:
         if environment.get(launcher.rank):
             state("scheduler", launcher.rank, "mpi")
-    uid = next((name for name in _POD_UID if environment.get(name)), "")
+    uid = next((name for name in _POD_UID_VARIABLES if environment.get(name)), "")
     state("job", uid, f"pod-{environment[uid]}" if uid else "")
 
 
-def owner_of(stated: Statements) -> Owner:
+def build_owner(stated: Claims) -> Owner:
     """The owner that statements make."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -257,7 +257,7 @@ def owner_of(stated: Statements) -> Owner:
     return Owner(labels=labels, sources={field: source for field, (_, source) in stated.items()}, **values)
 
 
-def variables(locations: Locations, uid: int) -> dict[str, str]:
+def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
     """Name -> value, for jobs of a user.
 
     PyTorch's profiler polls a daemon whose socket lies in the directory; where there is none, it fails at once and
@@ -268,12 +268,12 @@ def variables(locations: Locations, uid: int) -> dict[str, str]:
     return {
         POLLS: "1",
         POLLED_DIRECTORY: str(directory),
-        "KINETO_CONFIG": str(directory / SETTINGS),
+        "KINETO_CONFIG": str(directory / SETTINGS_FILE),
         "TRACELOOM_AGENT": str(locations.socket),
     }
 
 
-def flight_variables() -> dict[str, str]:
+def create_flight_variables() -> dict[str, str]:
     """Name -> value, for jobs whose flight record of collectives can be asked for while they run.
 
     NCCL's process group makes a pipe per rank, and ends the process where it cannot: therefore in `/tmp`, which is
@@ -283,28 +283,28 @@ def flight_variables() -> dict[str, str]:
     return {"TORCH_FR_BUFFER_SIZE": "2000", DUMP_PIPE: f"{stem}-pipe-", DUMP_FILES[0]: f"{stem}-dump-"}
 
 
-_SLURM = re.compile(r"/job_(?P<job>\d+)(?:/|$)")
+_SLURM_CGROUP = re.compile(r"/job_(?P<job>\d+)(?:/|$)")
 # `pod1234-...` below kubepods, whose dashes systemd's driver spells as underscores. Seen from a pod's own namespace of
 # control groups, the path of another one goes up from there, and need not come by kubepods.
 _POD_IN_CGROUP = re.compile(
     r"(?:kubepods[^/]*|^/\.\.)(?:/[^/]+)*?[/-]pod"
     r"(?P<pod>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})"
 )
-_CONTAINER = re.compile(
+_CONTAINER_CGROUP = re.compile(
     r"(?:^|/)(?:cri-containerd[-:]|crio-|docker-|libpod-)?(?P<container>[0-9a-f]{64})(?:\.scope)?(?:/|$)"
 )
 
 
-def of_paths(paths: Iterable[str]) -> dict[str, str]:
+def parse_cgroup_paths(paths: Iterable[str]) -> dict[str, str]:
     """`job`, `scheduler` and `container` as far as the paths of a process's control groups tell them."""
     facts: dict[str, str] = {}
     for path in paths:
-        if match := _SLURM.search(path):
+        if match := _SLURM_CGROUP.search(path):
             facts.setdefault("job", f"slurm-{match['job']}")
             facts.setdefault("scheduler", "slurm")
         elif match := _POD_IN_CGROUP.search(path):
             facts.setdefault("job", f"pod-{match['pod'].replace('_', '-')}")
             facts.setdefault("scheduler", "kubernetes")
-        if match := _CONTAINER.search(path):
+        if match := _CONTAINER_CGROUP.search(path):
             facts.setdefault("container", match["container"][:12])
     return facts

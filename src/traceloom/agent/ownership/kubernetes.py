@@ -22,11 +22,11 @@ from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 from traceloom.errors import TraceloomError
 
-LIMIT_S = 5.0
-MOST_BYTES = 16 << 20  # as kubelets themselves allow
-MOST_CONTAINERS = 4096
-MOST_DEVICES = 1024  # of a container
-MOST_LETTERS = 256
+KUBELET_TIMEOUT_S = 5.0
+MAX_BYTES = 16 << 20  # as kubelets themselves allow
+MAX_CONTAINERS = 4096
+MAX_DEVICES = 1024  # of a container
+MAX_CHARS = 256
 
 # Message -> its fields: (name, number, message it holds or "" for text, whether it is repeated).
 _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
@@ -47,7 +47,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
 }  # fmt: skip
 
 
-def containers(socket: str) -> list[dict[str, Any]]:
+def list_containers(socket: str) -> list[dict[str, Any]]:
     """The containers that hold devices: `namespace`, `pod`, `container`, and `devices`, as the kubelet names them.
 
     Names are those of device plugins (`GPU-...`, `GPU-...::3` of a shared one, a PCI address), of CDI
@@ -62,18 +62,18 @@ def containers(socket: str) -> list[dict[str, Any]]:
     except ImportError as error:
         raise OSError("gRPC is not installed: pip install 'traceloom[kubernetes]'") from error
     # gRPC of Python would name the socket's path as the server's authority, which the kubelet's does not take.
-    options = [("grpc.max_receive_message_length", MOST_BYTES), ("grpc.default_authority", "localhost")]
+    options = [("grpc.max_receive_message_length", MAX_BYTES), ("grpc.default_authority", "localhost")]
     with grpc.insecure_channel(f"unix:{Path(socket).absolute()}", options=options) as channel:
         call = channel.unary_unary("/v1.PodResourcesLister/List")
         try:
-            answer: bytes = call(b"", timeout=LIMIT_S)
+            answer: bytes = call(b"", timeout=KUBELET_TIMEOUT_S)
         except grpc.RpcError as error:
-            reason = f"{error.code().name.lower()}: {error.details()}"[:MOST_LETTERS]
+            reason = f"{error.code().name.lower()}: {error.details()}"[:MAX_CHARS]
             raise OSError(f"the kubelet did not answer at {socket}: {reason}") from error
-    return decoded(answer)
+    return decode_containers(answer)
 
 
-def decoded(answer: bytes) -> list[dict[str, Any]]:
+def decode_containers(answer: bytes) -> list[dict[str, Any]]:
     """What `containers` gives, of the bytes of a ListPodResourcesResponse.
 
     Raises:
@@ -84,14 +84,14 @@ def decoded(answer: bytes) -> list[dict[str, Any]]:
     file = descriptor_pb2.FileDescriptorProto(name="podresources.proto", package="v1", syntax="proto3")
     for name, fields in _MESSAGES.items():
         described = file.message_type.add(name=name)
-        for field, number, holds, repeated in fields:
+        for field, number, item_type, repeated in fields:
             described.field.add(
                 name=field, number=number,
                 label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED if repeated
                 else descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
-                type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE if holds
+                type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE if item_type
                 else descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
-                type_name=f".v1.{holds}" if holds else None,
+                type_name=f".v1.{item_type}" if item_type else None,
             )  # fmt: skip
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
@@ -110,11 +110,11 @@ def decoded(answer: bytes) -> list[dict[str, Any]]:
                     names.append(f"{claim.driver_name}/{claim.device_name}")
             if names:
                 rows.append({
-                    "namespace": pod.namespace[:MOST_LETTERS], "pod": pod.name[:MOST_LETTERS],
-                    "container": container.name[:MOST_LETTERS],
-                    "devices": [name[:MOST_LETTERS] for name in names[:MOST_DEVICES]],
+                    "namespace": pod.namespace[:MAX_CHARS], "pod": pod.name[:MAX_CHARS],
+                    "container": container.name[:MAX_CHARS],
+                    "devices": [name[:MAX_CHARS] for name in names[:MAX_DEVICES]],
                 })  # fmt: skip
-    return rows[:MOST_CONTAINERS]
+    return rows[:MAX_CONTAINERS]
 
 
 # The kubelet is asked when a container appears, and then at growing intervals: one that starts anew answers in part or
@@ -131,7 +131,7 @@ class PodContainer(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
 
 
-class ContainerPlace(msgspec.Struct, frozen=True):
+class ContainerLocation(msgspec.Struct, frozen=True):
     """Where a process is: what its control group calls the pod and the container."""
 
     pod: str
@@ -142,7 +142,7 @@ class KubeletAnswer(msgspec.Struct, frozen=True):
     """What the kubelet said when these containers were there already; of later ones it tells nothing."""
 
     containers: tuple[PodContainer, ...] = ()
-    places: frozenset[ContainerPlace] = frozenset()
+    places: frozenset[ContainerLocation] = frozenset()
 
 
 class Kubelet:
@@ -155,11 +155,11 @@ class Kubelet:
 
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        self.timeout_s = config.collect.timeouts.get(self.name, 3 * LIMIT_S)
-        self.places: frozenset[ContainerPlace] = frozenset()
+        self.timeout_s = config.collect.timeouts.get(self.name, 3 * KUBELET_TIMEOUT_S)
+        self.places: frozenset[ContainerLocation] = frozenset()
         self.answer = KubeletAnswer()
         self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
-        self._asked: frozenset[ContainerPlace] = frozenset()  # when it was asked last
+        self._asked: frozenset[ContainerLocation] = frozenset()  # when it was asked last
         self._error = ""  # why it did not answer then
         self._next = 0.0  # on the monotonic clock
         self._wait_s = FIRST_S
@@ -170,17 +170,20 @@ class Kubelet:
         Raises:
             OSError: The kubelet did not answer when it was asked last, or not in time.
         """
-        places = self.places
-        if not places or self._socket is None or not self._socket.exists():
+        locations = self.places
+        if not locations or self._socket is None or not self._socket.exists():
             self.answer = KubeletAnswer()
             return []
-        appeared = not places <= self._asked
+        appeared = not locations <= self._asked
         if appeared or time.monotonic() >= self._next:
-            self._asked = places
+            self._asked = locations
             self._wait_s = FIRST_S if appeared else min(2 * self._wait_s, LAST_S)
             try:
-                rows = worker.run("pod-resources", timeout_s=2 * LIMIT_S, socket=str(self._socket))
-                self.answer, self._error = KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), places), ""
+                rows = worker.run("pod-resources", timeout_s=2 * KUBELET_TIMEOUT_S, socket=str(self._socket))
+                self.answer, self._error = (
+                    KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), locations),
+                    "",
+                )
             except TraceloomError as error:
                 self._error = error.message
             self._next = time.monotonic() + self._wait_s
@@ -193,15 +196,15 @@ class Kubelet:
         return []
 
 
-def joined(
-    held: Mapping[PodContainer, frozenset[str]],
-    evidence: Mapping[ContainerPlace, frozenset[str]],
-    hosts: Mapping[ContainerPlace, str],
-) -> tuple[dict[str, tuple[str, str]], dict[ContainerPlace, str]]:
+def match_containers(
+    container_devices: Mapping[PodContainer, frozenset[str]],
+    evidence: Mapping[ContainerLocation, frozenset[str]],
+    hosts: Mapping[ContainerLocation, str],
+) -> tuple[dict[str, tuple[str, str]], dict[ContainerLocation, str]]:
     """Which pods and containers there are behind control groups; those that cannot be told apart are left out.
 
     Args:
-        held: Containers -> devices (uuids) that the kubelet gave them.
+        container_devices: Containers -> devices (uuids) that the kubelet gave them.
         evidence: Places -> devices that their processes are on or were given.
         hosts: Places -> the name of the host that their processes see, which is that of the pod: it tells apart those
             that share a device.
@@ -211,16 +214,16 @@ def joined(
     """
     possible: dict[str, set[tuple[str, str]]] = {}
     for location, devices in evidence.items():
-        matches = {(c.namespace, c.pod) for c, uuids in held.items() if devices and devices <= uuids}
-        by_host = {match for match in matches if match[1] == hosts.get(location)}
+        matches = {(c.namespace, c.pod) for c, uuids in container_devices.items() if devices and devices <= uuids}
+        host_matches = {match for match in matches if match[1] == hosts.get(location)}
         if matches:
-            possible[location.pod] = possible.get(location.pod, matches) & (by_host or matches)
+            possible[location.pod] = possible.get(location.pod, matches) & (host_matches or matches)
     pods = {pod: next(iter(names)) for pod, names in possible.items() if len(names) == 1}
     bearers = Counter(pods.values())  # two pods of one name are not both it
     pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
-    containers: dict[ContainerPlace, str] = {}
+    containers: dict[ContainerLocation, str] = {}
     for location, devices in evidence.items():
-        names = [c.container for c, uuids in held.items()
+        names = [c.container for c, uuids in container_devices.items()
                  if (c.namespace, c.pod) == pods.get(location.pod) and devices and devices <= uuids]  # fmt: skip
         if len(names) == 1:
             containers[location] = names[0]

@@ -59,45 +59,45 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MASK = "***"
-_KEY = (
+_SECRET_KEY = (
     r"(?:[\w.-]*?(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|api[-_]?key|access[-_]?key|auth|private[-_]?key)"
     r"[\w.-]*)"
 )
 # `--hf-token=x`, `WANDB_API_KEY=x`, `password: x`
-_ASSIGNED = re.compile(
-    rf"(?P<before>(?<![\w-])-{{0,2}}{_KEY}\s*[=:]\s*)(?P<secret>(?!\*\*\*).+)", re.IGNORECASE | re.DOTALL
+_ASSIGNED_SECRET = re.compile(
+    rf"(?P<before>(?<![\w-])-{{0,2}}{_SECRET_KEY}\s*[=:]\s*)(?P<secret>(?!\*\*\*).+)", re.IGNORECASE | re.DOTALL
 )
 # `--token x`, where x is the next word
-_OPTION = re.compile(rf"-{{1,2}}{_KEY}", re.IGNORECASE)
-_IN_URL = re.compile(
+_SECRET_OPTION = re.compile(rf"-{{1,2}}{_SECRET_KEY}", re.IGNORECASE)
+_URL_PASSWORD = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^/\s@]+(?=@)|(?<=://)(?!\*)[^/\s:@]{16,}(?=@)", re.IGNORECASE
 )
 _BEARER = re.compile(r"(?P<before>\b(?:bearer|basic|token)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 # Forms of tokens that say what they are: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, JSON web tokens.
-_SHAPES = re.compile(
+_KNOWN_TOKENS = re.compile(
     r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abprs]-[\w-]{8,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
 )
 
 
-def masked(command: Sequence[str]) -> str:
+def mask_secrets(command: Sequence[str]) -> str:
     """The words of a command line in one line, with secrets masked; masking twice changes nothing more."""
-    words = []
+    masked = []
     follows = False  # the last word was an option whose value is a secret
     for word in command:
-        if follows and not (word.startswith("-") and _OPTION.fullmatch(word)):
-            words.append(MASK)
+        if follows and not (word.startswith("-") and _SECRET_OPTION.fullmatch(word)):
+            masked.append(MASK)
             follows = False
             continue
-        follows = _OPTION.fullmatch(word) is not None
-        text = _IN_URL.sub(lambda match: (match["before"] or "") + MASK, word)
+        follows = _SECRET_OPTION.fullmatch(word) is not None
+        text = _URL_PASSWORD.sub(lambda match: (match["before"] or "") + MASK, word)
         text = _BEARER.sub(lambda match: match["before"] + MASK, text)
-        text = _SHAPES.sub(MASK, text)
-        words.append(_ASSIGNED.sub(lambda match: match["before"] + MASK, text))
-    return " ".join(words)
+        text = _KNOWN_TOKENS.sub(MASK, text)
+        masked.append(_ASSIGNED_SECRET.sub(lambda match: match["before"] + MASK, text))
+    return " ".join(masked)
 
 
-PARTS = 1 << 40  # shares are whole numbers of these, so that their sum is 1 exactly, in any order
+SHARE_PARTS = 1 << 40  # shares are whole numbers of these, so that their sum is 1 exactly, in any order
 
 
 class Share(NamedTuple):
@@ -107,7 +107,7 @@ class Share(NamedTuple):
     assumed: bool
 
 
-def shares(
+def compute_shares(
     processes: Iterable[DeviceProcess], keys: Mapping[int, str], busy: Mapping[str, float] | None = None
 ) -> dict[tuple[str, str], Share]:
     """The share of each process in each device that it is on; of each device they add up to exactly 1.
@@ -136,16 +136,16 @@ def shares(
             if None not in ratios
         }
         total = sum(measured.values())
-        rest = max((busy or {}).get(device, max(1.0, total)) - total, 0.0)
-        others = len(entries) - len(measured)
-        weights = [measured[key] if key in measured else rest / others for key in entries]
+        unmeasured = max((busy or {}).get(device, max(1.0, total)) - total, 0.0)
+        unmeasured_count = len(entries) - len(measured)
+        weights = [measured[key] if key in measured else unmeasured / unmeasured_count for key in entries]
         idle = not any(weights)
-        for key, part in zip(entries, split(PARTS, weights), strict=True):
-            divided[device, key] = Share(part / PARTS, idle or key not in measured)
+        for key, part in zip(entries, split_by_weights(SHARE_PARTS, weights), strict=True):
+            divided[device, key] = Share(part / SHARE_PARTS, idle or key not in measured)
     return divided
 
 
-def split(total: int, weights: Sequence[float]) -> list[int]:
+def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:
     """A whole number, as of milliseconds, in whole parts by weights, which add up to it.
 
     What rounding leaves goes to the largest remainders. Weights that are all 0 mean equal parts; without weights there
@@ -157,10 +157,10 @@ def split(total: int, weights: Sequence[float]) -> list[int]:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
     exact = [Fraction(weight) for weight in weights] if any(weights) else [Fraction(1)] * len(weights)
-    whole = sum(exact)
-    ideal = [total * weight / whole for weight in exact]
+    weight_sum = sum(exact)
+    ideal = [total * weight / weight_sum for weight in exact]
     parts = [math.floor(part) for part in ideal]
-    by_remainder = sorted(range(len(parts)), key=lambda at: (parts[at] - ideal[at], at))
-    for at in by_remainder[: total - sum(parts)] if parts else ():
-        parts[at] += 1
+    remainder_order = sorted(range(len(parts)), key=lambda at: (parts[at] - ideal[at], at))
+    for index in remainder_order[: total - sum(parts)] if parts else ():
+        parts[index] += 1
     return parts

@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
-from traceloom.agent.ownership.devices import HostDevices, devices_of
+from traceloom.agent.ownership.devices import HostDevices, find_assigned_devices
 from traceloom.agent.ownership.environment import (
-    LAUNCH,
-    Statements,
+    LAUNCH_VARIABLES,
+    Claims,
+    build_owner,
     check_variables,
-    of_paths,
-    owner_of,
-    rank_of,
-    statements,
+    extract_claims,
+    find_rank_variables,
+    parse_cgroup_paths,
 )
-from traceloom.agent.ownership.kubernetes import ContainerPlace, Kubelet, joined
+from traceloom.agent.ownership.kubernetes import ContainerLocation, Kubelet, match_containers
 from traceloom.agent.ownership.model import Owner
 
 if TYPE_CHECKING:
     from traceloom.agent.collectors.processes import ProcessFacts
 
 
-MOST_NAMES = 20_000  # of a directory of packages that are looked at
+MAX_NAMES = 20_000  # of a directory of packages that are looked at
 # Framework -> the package whose library is loaded, and the distributions that have it.
 _PACKAGES = {
     "pytorch": ("torch", "torch"),
@@ -77,23 +77,21 @@ class FrameworkVersions:
     def _version(self, process: ProcessFacts, framework: str) -> str:
         """As in `torch-2.13.0+cpu.dist-info`; "" where there is none or several."""
         package, distribution = _PACKAGES[framework]
-        folder, separator, _ = process.frameworks[framework].rpartition(f"/{package}/")
+        directory, separator, _ = process.frameworks[framework].rpartition(f"/{package}/")
         if not separator:
             return ""
         pattern = re.compile(rf"{distribution}-(\d[A-Za-z0-9.+!_]{{0,63}})\.dist-info")
         try:
-            with os.scandir(f"{self._proc}/{process.pid}/root{folder}") as entries:
-                matches = [
-                    match[1] for entry in islice(entries, MOST_NAMES) if (match := pattern.fullmatch(entry.name))
-                ]
+            with os.scandir(f"{self._proc}/{process.pid}/root{directory}") as entries:
+                matches = [match[1] for entry in islice(entries, MAX_NAMES) if (match := pattern.fullmatch(entry.name))]
         except OSError:  # it has ended, or its files are not ours to see
             return ""
         return matches[0] if len(matches) == 1 else ""
 
 
-MOST_FILES = 1024
-MOST_BYTES = 64 << 10  # of a file
-MOST_LETTERS = 256  # of a job's name
+MAX_FILES = 1024
+MAX_BYTES = 64 << 10  # of a file
+MAX_CHARS = 256  # of a job's name
 
 
 class JobMapping:
@@ -117,20 +115,20 @@ class JobMapping:
         if self._directory is None:
             return []
         jobs: dict[str, tuple[str, ...]] = {}
-        troubles = []
+        problems = []
         try:
             paths = sorted(path for path in self._directory.iterdir() if not path.name.startswith("."))
         except OSError:
             self.jobs = {}  # what was true is not known to be
             raise
-        if len(paths) > MOST_FILES:
-            troubles.append(f"{self._directory} has {len(paths)} files: only the first {MOST_FILES} are read")
-        for path in paths[:MOST_FILES]:
+        if len(paths) > MAX_FILES:
+            problems.append(f"{self._directory} has {len(paths)} files: only the first {MAX_FILES} are read")
+        for path in paths[:MAX_FILES]:
             try:
-                jobs[path.name] = _jobs(path)
+                jobs[path.name] = _read_jobs(path)
             except OSError as error:  # noqa: PERF203 - of one file
-                troubles.append(f"{path}: {error.strerror or error}")
-        self.jobs, self._troubles = jobs, troubles
+                problems.append(f"{path}: {error.strerror or error}")
+        self.jobs, self._troubles = jobs, problems
         return []
 
     def trouble(self) -> list[str]:
@@ -138,24 +136,24 @@ class JobMapping:
         return list(self._troubles)
 
 
-def _jobs(path: Path) -> tuple[str, ...]:
+def _read_jobs(path: Path) -> tuple[str, ...]:
     """The jobs that a file lists, once each."""
     # A pipe would keep us waiting.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("is no file")
-        text = file.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise OSError(f"is larger than {MOST_BYTES} bytes")
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise OSError(f"is larger than {MAX_BYTES} bytes")
     lines = (line.strip() for line in text.decode(errors="replace").splitlines())
-    return tuple(dict.fromkeys(line for line in lines if line and len(line) <= MOST_LETTERS and line.isprintable()))
+    return tuple(dict.fromkeys(line for line in lines if line and len(line) <= MAX_CHARS and line.isprintable()))
 
 
-_OF_A_JOB = ("job", "name", "scheduler", "account", "partition")  # what all processes of a job have in common
-_OF_A_RANK = ("rank", "local_rank", "world_size")
+_JOB_FIELDS = ("job", "name", "scheduler", "account", "partition")  # what all processes of a job have in common
+_RANK_FIELDS = ("rank", "local_rank", "world_size")
 
 
-class OwnerFinder:
+class OwnerResolver:
     """Finds owners. `owners` may wait for the name service: call it from a thread.
 
     `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait for holds up nobody
@@ -194,29 +192,29 @@ class OwnerFinder:
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
         self.framework_versions.wanted = dict(processes)
-        places: dict[str, ContainerPlace] = {}
+        locations: dict[str, ContainerLocation] = {}
         for key, facts in processes.items():
-            of_cgroup = of_paths(facts.cgroups.values())
-            if container := of_cgroup.get("container", ""):
-                pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
-                places[key] = ContainerPlace(pod, container)
-        stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
-        granted = self._state_pods(processes, places, used, stated)
+            cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
+            if container := cgroup_fields.get("container", ""):
+                pod = cgroup_fields.get("job", "") if cgroup_fields.get("scheduler") == "kubernetes" else ""
+                locations[key] = ContainerLocation(pod, container)
+        stated = {key: self._stated(facts, locations.get(key)) for key, facts in processes.items()}
+        granted = self._state_pods(processes, locations, used, stated)
         _inherit_jobs(processes, stated)
-        self._state_jobs_of_devices(places, used, stated)
+        self._state_jobs_of_devices(locations, used, stated)
         for key, facts in processes.items():
-            root = self._proc / str(facts.pid) / "root" if key in places else None
-            if match := devices_of(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
+            root = self._proc / str(facts.pid) / "root" if key in locations else None
+            if match := find_assigned_devices(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
                 stated[key]["devices"] = match
         # State the devices that mapping files list for a job, where nothing closer says what a process was given
         jobs = self._mapped_jobs()
-        for own in stated.values():
-            job = own.get("job", ("", ""))[0]
+        for process_claims in stated.values():
+            job = process_claims.get("job", ("", ""))[0]
             uuids = jobs.get(job) or jobs.get(job.partition("-")[2])
-            if uuids and "devices" not in own:
-                own["devices"] = (tuple(uuids), "job mapping")
-        _state_ranks_once(processes, stated, used, places)
-        return {key: owner_of(stated[key]) for key in processes}
+            if uuids and "devices" not in process_claims:
+                process_claims["devices"] = (tuple(uuids), "job mapping")
+        _deduplicate_ranks(processes, stated, used, locations)
+        return {key: build_owner(stated[key]) for key in processes}
 
     def troubles(self) -> list[str]:
         """What of this does not work here: sentences for the doctor."""
@@ -229,17 +227,17 @@ class OwnerFinder:
         subject = f"{len(unknown)} devices that the kubelet or job mapping names are not known here, as `{unknown[0]}`"
         return [f"{subject}: no back end of the agent lists them, or several have that name"]
 
-    def _stated(self, facts: ProcessFacts, location: ContainerPlace | None) -> Statements:
-        of_cgroup = of_paths(facts.cgroups.values())
+    def _stated(self, facts: ProcessFacts, location: ContainerLocation | None) -> Claims:
+        cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
         # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
-        host = "" if "job" in of_cgroup else location.container if location else self._host
-        stated = statements(facts.environment, self._config.owners.variables, host=host)
+        host = "" if "job" in cgroup_fields else location.container if location else self._host
+        stated = extract_claims(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
             framework, library = next(iter(facts.frameworks.items()))
             stated["framework"] = (framework, "libraries")
             if version := self.framework_versions.versions.get((facts.key, library)):
                 stated["framework_version"] = (version, "packages")
-        for field, value in of_cgroup.items():
+        for field, value in cgroup_fields.items():
             stated.setdefault(field, (value, "cgroup"))
         name = self._user(facts.uid)
         if name and (facts.uid or "user" not in stated):
@@ -249,27 +247,29 @@ class OwnerFinder:
     def _state_pods(
         self,
         processes: Mapping[str, ProcessFacts],
-        places: Mapping[str, ContainerPlace],
+        locations: Mapping[str, ContainerLocation],
         used: Mapping[str, Collection[str]],
-        stated: Mapping[str, Statements],
+        stated: Mapping[str, Claims],
     ) -> dict[str, frozenset[str]]:
         """State pods and containers as the kubelet names them; the devices that it gave, by process."""
-        in_pods = {key: location for key, location in places.items() if location.pod}
+        in_pods = {key: location for key, location in locations.items() if location.pod}
         answer = self.kubelet.answer
         self.kubelet.places = frozenset(in_pods.values())
-        held = {
+        container_devices = {
             container: self._devices.parts(filter(None, map(self._devices.named, container.devices)))
             for container in answer.containers
         }
-        evidence: dict[ContainerPlace, frozenset[str]] = {}
-        hosts: dict[ContainerPlace, str] = {}
+        evidence: dict[ContainerLocation, frozenset[str]] = {}
+        hosts: dict[ContainerLocation, str] = {}
         for key, location in in_pods.items():
             if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
                 environment = processes[key].environment
-                named = map(self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(","))
-                evidence[location] = evidence.get(location, frozenset()).union(used.get(key, ()), filter(None, named))
+                visible_devices = map(self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(","))
+                evidence[location] = evidence.get(location, frozenset()).union(
+                    used.get(key, ()), filter(None, visible_devices)
+                )
                 hosts.setdefault(location, environment.get("HOSTNAME", ""))
-        pods, containers = joined(held, evidence, hosts)
+        pods, containers = match_containers(container_devices, evidence, hosts)
         granted = {}
         for key, location in in_pods.items():
             if location in evidence and location.pod in pods:
@@ -278,19 +278,27 @@ class OwnerFinder:
                 if name := containers.get(location):
                     stated[key]["container"] = (name, "kubelet")
                     granted[key] = frozenset().union(
-                        *(u for c, u in held.items() if (c.namespace, c.pod, c.container) == (namespace, pod, name))
+                        *(
+                            u
+                            for c, u in container_devices.items()
+                            if (c.namespace, c.pod, c.container) == (namespace, pod, name)
+                        )
                     )
         return granted
 
     def _state_jobs_of_devices(
         self,
-        places: Mapping[str, ContainerPlace],
+        locations: Mapping[str, ContainerLocation],
         used: Mapping[str, Collection[str]],
-        stated: Mapping[str, Statements],
+        stated: Mapping[str, Claims],
     ) -> None:
         """State whose a process is by whose the devices are that it is on, where all of them say the same."""
         jobs = self._mapped_jobs()
-        scheduled = {job.partition("-")[2]: job for own in stated.values() if (job := own.get("job", ("", ""))[0])}
+        scheduled = {
+            job.partition("-")[2]: job
+            for process_claims in stated.values()
+            if (job := process_claims.get("job", ("", ""))[0])
+        }
         for key, uuids in used.items():
             if key not in stated or not uuids:
                 continue
@@ -298,16 +306,16 @@ class OwnerFinder:
             for uuid in uuids:
                 device = self._devices.by_uuid.get(uuid)
                 claim = {field: (value, "exporter") for field, value in device.owner.items()} if device else {}
-                listed = [job for job, held in jobs.items() if uuid in held]
+                listed = [job for job, job_devices in jobs.items() if uuid in job_devices]
                 if len(listed) == 1:
                     claim["job"] = (scheduled.get(listed[0], listed[0]), "job mapping")
                 elif listed:  # one of them
                     claim.pop("job", None)
                 claims.append(claim)
-            in_pod = key in places and bool(places[key].pod)
+            in_pod = key in locations and bool(locations[key].pod)
             for field, statement in claims[0].items():
-                of_pod = field in ("namespace", "pod", "container")
-                if all(claim.get(field) == statement for claim in claims) and (in_pod or not of_pod):
+                is_pod_field = field in ("namespace", "pod", "container")
+                if all(claim.get(field) == statement for claim in claims) and (in_pod or not is_pod_field):
                     stated[key].setdefault(field, statement)
 
     def _mapped_jobs(self) -> dict[str, list[str]]:
@@ -330,67 +338,78 @@ class OwnerFinder:
         return self._names[uid]
 
 
-def _ancestors(facts: ProcessFacts, by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
+def _iterate_ancestors(facts: ProcessFacts, processes_by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
     """The ancestors of a process among those that matter, nearest first; a pid that was given again ends them."""
     passed = {facts.pid}
-    ancestor = by_pid.get(facts.parent_pid)
+    ancestor = processes_by_pid.get(facts.parent_pid)
     while ancestor is not None and ancestor.pid not in passed:
         yield ancestor
         passed.add(ancestor.pid)
-        ancestor = by_pid.get(ancestor.parent_pid)
+        ancestor = processes_by_pid.get(ancestor.parent_pid)
 
 
-def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Statements]) -> None:
+def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Claims]) -> None:
     """Give a process of no job that of its nearest ancestor that has one: workers whose environment was rewritten."""
-    by_pid = {facts.pid: facts for facts in processes.values()}
+    processes_by_pid = {facts.pid: facts for facts in processes.values()}
     for key, facts in processes.items():
         if "job" in stated[key]:
             continue
-        for ancestor in _ancestors(facts, by_pid):
-            above = stated[ancestor.key]
-            if "job" in above:
-                for field in _OF_A_JOB:
-                    if field in above:
-                        value, source = above[field]
+        for ancestor in _iterate_ancestors(facts, processes_by_pid):
+            ancestor_claims = stated[ancestor.key]
+            if "job" in ancestor_claims:
+                for field in _JOB_FIELDS:
+                    if field in ancestor_claims:
+                        value, source = ancestor_claims[field]
                         inherited = source if source.startswith("process ") else f"process {ancestor.pid}"
                         stated[key].setdefault(field, (value, inherited))
                 break
 
 
-def _state_ranks_once(
+def _deduplicate_ranks(
     processes: Mapping[str, ProcessFacts],
-    stated: Mapping[str, Statements],
+    stated: Mapping[str, Claims],
     used: Mapping[str, Collection[str]],
-    places: Mapping[str, ContainerPlace],
+    locations: Mapping[str, ContainerLocation],
 ) -> None:
     """Leave the rank to one of the processes that have its variables: the others wrap it, or it started them.
 
     It is the first that is on a device, else that has a framework, else that began. Where a rank of one launcher starts
     those of another, as a task of Slurm does that is torchrun, the inner ones are the ranks.
     """
-    by_pid = {facts.pid: facts for facts in processes.values()}
+    processes_by_pid = {facts.pid: facts for facts in processes.values()}
     ranks = {key: facts for key, facts in processes.items() if "rank" in stated[key]}
 
     def alike(facts: ProcessFacts) -> tuple[object, ...]:
-        own = stated[facts.key]
-        numbers = (own[field][0] if field in own else None for field in _OF_A_RANK)
-        return (rank_of(facts.environment), *numbers, *map(facts.environment.get, LAUNCH), places.get(facts.key))
+        process_claims = stated[facts.key]
+        numbers = (process_claims[field][0] if field in process_claims else None for field in _RANK_FIELDS)
+        return (
+            find_rank_variables(facts.environment),
+            *numbers,
+            *map(facts.environment.get, LAUNCH_VARIABLES),
+            locations.get(facts.key),
+        )
 
     same: dict[tuple[object, ...], list[ProcessFacts]] = {}
     outer: set[tuple[object, ...]] = set()
     identities: dict[str, tuple[object, ...]] = {}
     for key, facts in sorted(ranks.items(), key=lambda item: (item[1].start_ticks, item[1].pid)):
-        above = [ancestor for ancestor in _ancestors(facts, by_pid) if ancestor.key in ranks]
+        ranked_ancestors = [
+            ancestor for ancestor in _iterate_ancestors(facts, processes_by_pid) if ancestor.key in ranks
+        ]
         job: object = stated[key].get("job", ("", ""))[0]
         if not job:  # two launches of nobody may look alike
-            job = next((other.key for other in reversed(above) if alike(other) == alike(facts)), key)
+            job = next((other.key for other in reversed(ranked_ancestors) if alike(other) == alike(facts)), key)
         identities[key] = (job, *alike(facts))
         same.setdefault(identities[key], []).append(facts)
-        launcher = rank_of(facts.environment)[:1]
-        outer.update(identities[other.key] for other in above if rank_of(other.environment)[:1] != launcher)
+        launcher = find_rank_variables(facts.environment)[:1]
+        outer.update(
+            identities[other.key]
+            for other in ranked_ancestors
+            if find_rank_variables(other.environment)[:1] != launcher
+        )
     for identity, several in same.items():
         first = min(several, key=lambda facts: (not used.get(facts.key), not facts.frameworks))
         for facts in several:
             if facts is not first or identity in outer:
-                for field in _OF_A_RANK:
+                for field in _RANK_FIELDS:
                     stated[facts.key].pop(field, None)

@@ -31,11 +31,11 @@ from traceloom.agent.probes.ebpf import (
     ProbeProgram,
     Register,
     Ring,
-    machine,
+    get_architecture,
 )
 from traceloom.agent.probes.python_frames import FRAME_BYTES, PythonFrames, PythonThread
 from traceloom.agent.probes.symbols import Symbols
-from traceloom.agent.probes.unwinding import END, From, UnwindRule
+from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, UnwindRule
 
 MOST_NATIVE, MOST_PYTHON = 48, 32
 # So many stacks are taken in so long a time; a call beyond has none. At 5 us each, that is a tenth of a processor.
@@ -50,12 +50,12 @@ _RECORD_BYTES = 8184  # with the ring's own eight, two pages
 _PIECE_AT = _HEAD.size + _FRAMES_BYTES
 _PIECES = (_RECORD_BYTES - _PIECE_AT, 2048, 512)  # near its end a stack has fewer bytes than are asked for
 _RING_BYTES = 1 << 23
-_MIXED = 0x5BD1E995  # odd, of 31 bits
+_HASH_FACTOR = 0x5BD1E995  # odd, of 31 bits
 # On the program's stack, below what its caller has there
 _STACK_AT, _FRAME_AT, _ADDRESS_AT, _NUMBER_AT, _CONTEXT_AT, _THREAD_AT, _MISSING_AT = range(-184, -128, 8)
 _READ_AT = _STACK_AT - FRAME_BYTES
 _ZERO_AT = _READ_AT - 8
-LOWEST = _MISSING_AT + 8
+LOWEST_OFFSET = _MISSING_AT + 8
 
 
 _Held = TypeVar("_Held", Map, Ring)
@@ -113,14 +113,14 @@ class CallStacks:
         content = self._ring.take()
         for start in range(0, len(content), _RECORD_BYTES):
             number, missing, stack, frame, size = _HEAD.unpack_from(content, start)
-            words = struct.unpack_from(f"<{MOST_NATIVE}Q", content, start + _HEAD.size)
-            native = words[: next((row for row, word in enumerate(words) if not word), len(words))]
-            words = struct.unpack_from(f"<{2 * MOST_PYTHON}Q", content, start + _HEAD.size + 8 * MOST_NATIVE)
-            python = tuple((code, at) for code, at in zip(words[::2], words[1::2], strict=True))
+            values = struct.unpack_from(f"<{MOST_NATIVE}Q", content, start + _HEAD.size)
+            native = values[: next((row for row, word in enumerate(values) if not word), len(values))]
+            values = struct.unpack_from(f"<{2 * MOST_PYTHON}Q", content, start + _HEAD.size + 8 * MOST_NATIVE)
+            python = tuple((code, code_offset) for code, code_offset in zip(values[::2], values[1::2], strict=True))
             python = python[: next((row for row, (code, _) in enumerate(python) if not code), MOST_PYTHON)]
             if missing:
-                piece = content[start + _PIECE_AT : start + _PIECE_AT + size]
-                native += self._unwound(missing, stack, frame, piece)[: MOST_NATIVE - len(native)]
+                stack_bytes = content[start + _PIECE_AT : start + _PIECE_AT + size]
+                native += self._unwound(missing, stack, frame, stack_bytes)[: MOST_NATIVE - len(native)]
             self.stacks[number] = CallStack(native, python)
             if self._python is not None:  # while the process and its functions are there
                 for code, instruction in python:
@@ -133,8 +133,8 @@ class CallStacks:
 
     def close(self) -> None:
         """Let go of everything."""
-        for held in self._held:
-            held.close()
+        for resource in self._held:
+            resource.close()
 
     def write(self, program: ProbeProgram, to: int) -> None:
         """Write a program's part that takes the stack of a function that is entered; its number, or 0, goes to `to`.
@@ -188,7 +188,7 @@ class CallStacks:
         program.label("no stack")
 
     def _write_native(self, program: ProbeProgram) -> None:
-        architecture = machine()
+        architecture = get_architecture()
         program.load(R3, R6, architecture.stack)
         program.load(R1, R6, architecture.frame)
         program.store(R10, _FRAME_AT, R1)
@@ -206,19 +206,19 @@ class CallStacks:
         program.store(R10, _NUMBER_AT, R1)
         program.store(R9, 0, R1)
         for depth in range(1, MOST_NATIVE):
-            at = 8 * depth
-            program.store(R9, at, 0)
+            slot_offset = 8 * depth
+            program.store(R9, slot_offset, 0)
             program.on_map(Helper.MAP_LOOKUP, self._rules_map.descriptor, _ADDRESS_AT)
             program.jump_if(R0, "==", 0, "no rule")
             program.load(R1, R0, 0)
-            program.jump_if(R1, "==", From.END, "unwound")
+            program.jump_if(R1, "==", FrameOrigin.END, "unwound")
             program.load(R2, R0, 8)
             program.load(R7, R0, 16)
             program.load(R8, R0, 24)
             program.load(R3, R10, _STACK_AT)
-            program.jump_if(R1, "==", From.STACK, f"from here {depth}")
+            program.jump_if(R1, "==", FrameOrigin.STACK, f"from here {depth}")
             program.load(R3, R10, _FRAME_AT)
-            program.jump_if(R1, "==", From.FRAME, f"from here {depth}")
+            program.jump_if(R1, "==", FrameOrigin.FRAME, f"from here {depth}")
             program.do(R3, "+=", R2)
             program.read_user(_READ_AT, 8)
             program.jump_if(R0, "!=", 0, "unwound")
@@ -241,14 +241,14 @@ class CallStacks:
             program.label(f"frame is kept {depth}")
             program.load(R1, R10, _ADDRESS_AT)
             program.jump_if(R1, "==", 0, "unwound")
-            program.store(R9, at, R1)
-            _mix(program)
+            program.store(R9, slot_offset, R1)
+            _hash_into_number(program)
         program.jump("unwound")
         program.label("no rule")
         program.load(R1, R10, _ADDRESS_AT)
         program.store(R10, _MISSING_AT, R1)
         program.load(R1, R10, _STACK_AT)  # what comes beyond may differ
-        _mix(program)
+        _hash_into_number(program)
         program.label("unwound")
 
     def _write_python(self, program: ProbeProgram) -> None:
@@ -271,14 +271,14 @@ class CallStacks:
             _read(program, R8, layout.newest_behind)
             program.load(R8, R10, _READ_AT)
         for depth in range(MOST_PYTHON):
-            at = start + 16 * depth
-            program.store(R9, at, 0)
+            slot_offset = start + 16 * depth
+            program.store(R9, slot_offset, 0)
             program.jump_if(R8, "==", 0, "no python")
             _read(program, R8, 0, FRAME_BYTES)
             for offset, field in ((0, layout.code), (8, layout.instruction)):
                 program.load(R1, R10, _READ_AT + field)
-                program.store(R9, at + offset, R1)
-                _mix(program)
+                program.store(R9, slot_offset + offset, R1)
+                _hash_into_number(program)
             program.load(R8, R10, _READ_AT + layout.previous)
         program.label("no python")
 
@@ -296,8 +296,8 @@ class CallStacks:
         program.jump("stack is known")
         program.label("handed over")
         program.do(R8, "=", R0)
-        for offset, held in enumerate((_NUMBER_AT, _MISSING_AT, _STACK_AT, _FRAME_AT)):
-            program.load(R1, R10, held)
+        for offset, stack_offset in enumerate((_NUMBER_AT, _MISSING_AT, _STACK_AT, _FRAME_AT)):
+            program.load(R1, R10, stack_offset)
             program.store(R8, 8 * offset, R1)
         program.store(R8, 8 * 4, 0)
         for offset in range(0, _FRAMES_BYTES, 8):  # the kernel's function for it is forbidden under its lockdown
@@ -320,29 +320,29 @@ class CallStacks:
         program.do(R2, "=", 1)  # nobody is woken
         program.call(Helper.RING_SUBMIT)
 
-    def _unwound(self, address: int, stack: int, frame: int, piece: bytes) -> tuple[int, ...]:
+    def _unwound(self, address: int, stack: int, frame: int, stack_bytes: bytes) -> tuple[int, ...]:
         """The addresses beyond one, from a piece of the stack."""
         base = stack
 
-        def read(at: int) -> int | None:
-            inside = 0 <= at - base <= len(piece) - 8
-            return int.from_bytes(piece[at - base : at - base + 8], "little") if inside else None
+        def read(position: int) -> int | None:
+            is_inside = 0 <= position - base <= len(stack_bytes) - 8
+            return int.from_bytes(stack_bytes[position - base : position - base + 8], "little") if is_inside else None
 
         result: list[int] = []
         while len(result) < MOST_NATIVE:
             # The rule of an address that is returned to; the kernel gets it too.
             if address not in self._rules:
                 # The call is before the address; the interpreter's own functions are none that anybody looks for.
-                of_python = self._python is not None and self._symbols.lies_in(address, self._python.file)
-                self._rules[address] = END if of_python else self._symbols.rule(address - 1)
+                is_python = self._python is not None and self._symbols.lies_in(address, self._python.file)
+                self._rules[address] = END_RULE if is_python else self._symbols.rule(address - 1)
                 with contextlib.suppress(OSError):  # it is full: these stacks will be shorter
                     self._rules_map.put(struct.pack("<Q", address), _RULE.pack(*self._rules[address]))
             rule = self._rules[address]
             end: int | None = None
-            if rule.base == From.BEHIND_FRAME:
+            if rule.base == FrameOrigin.BEHIND_FRAME:
                 end, frame = read(frame + rule.offset), read(frame) or 0
-            elif rule.base != From.END:
-                end = (stack if rule.base == From.STACK else frame) + rule.offset
+            elif rule.base != FrameOrigin.END:
+                end = (stack if rule.base == FrameOrigin.STACK else frame) + rule.offset
             if end is None or end <= stack:
                 break
             following = read(end + rule.returns_to)
@@ -354,15 +354,15 @@ class CallStacks:
             result.append(address)
         return tuple(result)
 
-    def _keep(self, held: _Held) -> _Held:
-        self._held.append(held)
-        return held
+    def _keep(self, resource: _Held) -> _Held:
+        self._held.append(resource)
+        return resource
 
 
-def _mix(program: ProbeProgram) -> None:
+def _hash_into_number(program: ProbeProgram) -> None:
     """Make R1 a part of the stack's number; R2 is lost."""
     program.load(R2, R10, _NUMBER_AT)
-    program.do(R2, "*=", _MIXED)
+    program.do(R2, "*=", _HASH_FACTOR)
     program.do(R2, "+=", R1)
     program.store(R10, _NUMBER_AT, R2)
 

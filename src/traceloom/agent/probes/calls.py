@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from traceloom.agent.probes.call_stacks import LOWEST, CallStacks
+from traceloom.agent.probes.call_stacks import LOWEST_OFFSET, CallStacks
 from traceloom.agent.probes.ebpf import (
     R0,
     R1,
@@ -26,9 +26,9 @@ from traceloom.agent.probes.ebpf import (
     MapKind,
     ProbeProgram,
     Ring,
-    attach,
-    load,
-    machine,
+    attach_program,
+    get_architecture,
+    load_program,
 )
 from traceloom.agent.probes.elf import Elf, Uprobes
 
@@ -37,15 +37,15 @@ from traceloom.agent.probes.elf import Elf, Uprobes
 RECORD = struct.Struct("<4Q6Q")
 
 _RING_BYTES = 1 << 23
-_MOST_INSIDE = 4096  # calls that have begun and not ended
+_MAX_OPEN_CALLS = 4096  # calls that have begun and not ended
 _RECORD_AT = -RECORD.size
 _FUNCTION_AT, _STACK_AT, _VALUES_AT = (_RECORD_AT + offset for offset in (16, 24, 32))
 _KEY_AT, _ZERO_AT = _RECORD_AT - 16, _RECORD_AT - 24
-assert _ZERO_AT >= LOWEST
-_MOST_DRIVERS = 4  # ranges of addresses
+assert _ZERO_AT >= LOWEST_OFFSET
+_MAX_DRIVERS = 4  # ranges of addresses
 
 
-class Value(NamedTuple):
+class CallValue(NamedTuple):
     """Where a value of a call is: an argument, so far `above` the stack's end, or `behind` the address that it is.
 
     `size` bytes count; `shift` of them are left out below. `upper`: it goes into the upper half of the value before.
@@ -74,7 +74,7 @@ class ProbedCall(NamedTuple):
     """
 
     beginning: str
-    values: tuple[Value, ...]
+    values: tuple[CallValue, ...]
     pointer: int | None = None
     timed: bool = False
     stacks: bool = False
@@ -100,8 +100,8 @@ class CallProbes:
         self._process = process
         self.ring = Ring(RECORD.size, _RING_BYTES)
         self._stacks = stacks
-        self._drivers = Map(MapKind.ARRAY, 4, 16 * _MOST_DRIVERS, 1)
-        self._inside = Map(MapKind.LRU_HASH, 16, RECORD.size, _MOST_INSIDE)
+        self._drivers = Map(MapKind.ARRAY, 4, 16 * _MAX_DRIVERS, 1)
+        self._inside = Map(MapKind.LRU_HASH, 16, RECORD.size, _MAX_OPEN_CALLS)
         self._lost = Map(MapKind.ARRAY, 4, 8, 1)
         self._programs: list[int] = []
         self._probes: list[Uprobes] = []
@@ -128,11 +128,11 @@ class CallProbes:
             attached.append(number)
         return attached
 
-    def drivers(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def set_internal_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Addresses (first, one beyond) of the libraries whose calls of each other are their own."""
-        words = [address for pair in ranges[:_MOST_DRIVERS] for address in pair]
+        addresses = [address for pair in ranges[:_MAX_DRIVERS] for address in pair]
         self._drivers.put(
-            bytes(4), struct.pack(f"<{2 * _MOST_DRIVERS}Q", *words, *[0] * (2 * _MOST_DRIVERS - len(words)))
+            bytes(4), struct.pack(f"<{2 * _MAX_DRIVERS}Q", *addresses, *[0] * (2 * _MAX_DRIVERS - len(addresses)))
         )
 
     def lost(self) -> int:
@@ -151,8 +151,8 @@ class CallProbes:
         self.detach()
         for program in self._programs:
             os.close(program)
-        for held in (self.ring, self._drivers, self._inside, self._lost):
-            held.close()
+        for resource in (self.ring, self._drivers, self._inside, self._lost):
+            resource.close()
 
     def _load(self, write: Callable[[ProbeProgram], None]) -> int:
         program = ProbeProgram()
@@ -168,7 +168,7 @@ class CallProbes:
         write(program)
         program.label("end")
         program.exit()
-        self._programs.append(load(program.encoded(), "call"))
+        self._programs.append(load_program(program.encoded(), "call"))
         return self._programs[-1]
 
     def _entering(self, number: int, call: ProbedCall) -> Callable[[ProbeProgram], None]:
@@ -189,7 +189,7 @@ class CallProbes:
                 self._put(program)
                 return
             if call.pointer is not None and call.pointer >= 0:
-                program.load(R1, R6, machine().arguments[call.pointer])
+                program.load(R1, R6, get_architecture().arguments[call.pointer])
                 program.store(R10, _VALUES_AT + 8 * 4, R1)
             # A call that has begun is known by its thread and its function
             program.store(R10, _KEY_AT, R7)
@@ -200,18 +200,18 @@ class CallProbes:
 
     def _unless_own(self, program: ProbeProgram) -> None:
         """End where the call comes from a driver's library."""
-        returns_to = machine().returns_to
+        returns_to = get_architecture().returns_to
         if returns_to is not None:
             program.load(R1, R6, returns_to)
             program.store(R10, _KEY_AT, R1)
         else:
-            program.load(R3, R6, machine().stack)
+            program.load(R3, R6, get_architecture().stack)
             program.read_user(_KEY_AT, 8)
         program.store(R10, _ZERO_AT, 0)
         program.on_map(Helper.MAP_LOOKUP, self._drivers.descriptor, _ZERO_AT)
         program.jump_if(R0, "==", 0, "end")
         program.load(R1, R10, _KEY_AT)
-        for row in range(_MOST_DRIVERS):
+        for row in range(_MAX_DRIVERS):
             program.load(R2, R0, 16 * row)
             program.jump_if(R1, "<", R2, f"not from {row}")
             program.load(R2, R0, 16 * row + 8)
@@ -231,7 +231,7 @@ class CallProbes:
             program.load(R1, R0, 0)
             program.store(R10, _VALUES_AT + 8 * 5, R1)
             program.on_map(Helper.MAP_DELETE, self._inside.descriptor, _KEY_AT)
-            program.load(R1, R6, machine().result)
+            program.load(R1, R6, get_architecture().result)
             if call.pointer is not None and call.pointer >= 0:
                 program.do(R1, "<<=", 32)  # the result is an int; what is above it, is not
                 program.jump_if(R1, "!=", 0, "end")
@@ -260,10 +260,10 @@ class CallProbes:
         program.add_at(R0, 0, R1)
 
 
-def _read(program: ProbeProgram, value: Value, to: int) -> None:
+def _read(program: ProbeProgram, value: CallValue, to: int) -> None:
     """Put a value of the call that begins onto the stack."""
     if value.argument is not None:
-        program.load(R1, R6, machine().arguments[value.argument])
+        program.load(R1, R6, get_architecture().arguments[value.argument])
         if value.behind is None:
             if value.shift:
                 program.do(R1, ">>=", 8 * value.shift)
@@ -273,20 +273,20 @@ def _read(program: ProbeProgram, value: Value, to: int) -> None:
         program.do(R3, "+=", value.behind)
     else:
         assert value.above is not None
-        program.load(R3, R6, machine().stack)
+        program.load(R3, R6, get_architecture().stack)
         program.do(R3, "+=", value.above)
     program.read_user(to, value.size)
 
 
 _HOST_PROCESSES = "pid:[4026531836]"  # the first namespace, whose numbers the kernel gives to programs
-_MAY_TRACE = 19  # CAP_SYS_PTRACE
-_RIGHTS = "run the agent as root, or with CAP_SYS_ADMIN, which the kernel demands for probes of programs"
+_CAP_SYS_PTRACE = 19  # CAP_SYS_PTRACE
+_RIGHTS_HINT = "run the agent as root, or with CAP_SYS_ADMIN, which the kernel demands for probes of programs"
 
 
-def unsupported() -> tuple[str, str]:
+def explain_unsupported() -> tuple[str, str]:
     """Why there are no probes here, and what would help; both "" where they work."""
     try:
-        machine()
+        get_architecture()
         if not UPROBE_TYPE.exists():
             if not UPROBE_TYPE.parent.parent.exists():
                 return f"{UPROBE_TYPE.parent.parent} is not there", "mount sysfs where the agent runs"
@@ -303,36 +303,36 @@ def unsupported() -> tuple[str, str]:
     except OSError as error:
         if error.errno == errno.ENOSYS:
             return "the kernel has no bpf(2) (CONFIG_BPF_SYSCALL)", ""
-        return f"bpf(2) is refused: {_reason(error)}", _RIGHTS
+        return f"bpf(2) is refused: {_describe_error(error)}", _RIGHTS_HINT
     try:
         Map(MapKind.RING, 0, 0, os.sysconf("SC_PAGE_SIZE")).close()
     except OSError as error:
-        return f"the kernel has no ring buffers for programs: {_reason(error)}", "a kernel of 5.8 or later"
+        return f"the kernel has no ring buffers for programs: {_describe_error(error)}", "a kernel of 5.8 or later"
     program = ProbeProgram()
     program.exit()
     try:
-        loaded = load(program.encoded(), "support")
+        loaded = load_program(program.encoded(), "support")
     except OSError as error:
-        return f"the kernel loads no programs for probes: {_reason(error)}", _RIGHTS
+        return f"the kernel loads no programs for probes: {_describe_error(error)}", _RIGHTS_HINT
     try:
-        with Path("/proc/self/exe").open("rb") as own:
-            elf = Elf(own.fileno())
+        with Path("/proc/self/exe").open("rb") as executable:
+            elf = Elf(executable.fileno())
             # Where this program started and will never be again: it is not slowed down.
             position = elf.offset_of(elf.entry) or 0
-            os.close(attach(loaded, "/proc/self/exe", position, process=os.getpid()))
+            os.close(attach_program(loaded, "/proc/self/exe", position, process=os.getpid()))
     except OSError as error:
-        return f"perf_event_open(2) is refused: {_reason(error)}", _RIGHTS
+        return f"perf_event_open(2) is refused: {_describe_error(error)}", _RIGHTS_HINT
     finally:
         os.close(loaded)
     return "", ""
 
 
-def looks_into_others() -> bool:
+def can_trace_others() -> bool:
     """Whether processes of other users may be looked into: what they have mapped, and their memory (CAP_SYS_PTRACE)."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     effective = status.partition("\nCapEff:")[2].split(maxsplit=1)
-    return bool(effective and int(effective[0], 16) >> _MAY_TRACE & 1)
+    return bool(effective and int(effective[0], 16) >> _CAP_SYS_PTRACE & 1)
 
 
-def _reason(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     return (error.strerror or "").lower()

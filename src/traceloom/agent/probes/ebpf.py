@@ -63,8 +63,8 @@ _ARITHMETIC = {"+=": 0x07, "-=": 0x17, "*=": 0x27, "|=": 0x47, "&=": 0x57, "<<="
 _JUMPS = {"==": 0x15, "!=": 0x55, ">": 0x25, ">=": 0x35, "<": 0xA5, "<=": 0xB5, "signed<": 0xC5}
 _BY_REGISTER = 0x08
 _ALWAYS, _CALL, _EXIT, _WIDE = 0x05, 0x85, 0x95, 0x18
-_A_MAP = 1  # source of a wide number that is a map's descriptor
-_NUMBERS = range(-(2**31), 2**31)
+_PSEUDO_MAP = 1  # source of a wide number that is a map's descriptor
+_INT32_RANGE = range(-(2**31), 2**31)
 
 
 class ProbeProgram:
@@ -79,7 +79,7 @@ class ProbeProgram:
         code = _ARITHMETIC[operation]
         if isinstance(value, Register):
             self._encoded.append(_Encoded(code | _BY_REGISTER, target, value))
-        elif value in _NUMBERS:
+        elif value in _INT32_RANGE:
             self._encoded.append(_Encoded(code, target, number=value))
         else:
             raise ValueError(f"{value} needs more than 32 bits: put it into a register with `wide`")
@@ -90,7 +90,7 @@ class ProbeProgram:
 
     def map(self, target: Register, descriptor: int) -> None:
         """`target` = the map with this descriptor."""
-        self._two_words(target, _A_MAP, descriptor)
+        self._two_words(target, _PSEUDO_MAP, descriptor)
 
     def load(self, target: Register, base: Register, offset: int = 0, size: int = 8) -> None:
         """`target` = the bytes at `base + offset`."""
@@ -155,11 +155,11 @@ class ProbeProgram:
 
     def encoded(self) -> bytes:
         """The instructions as the kernel takes them."""
-        words = []
+        instructions = []
         for position, word in enumerate(self._encoded):
             offset = self._labels[word.to] - position - 1 if word.to else word.offset
-            words.append(struct.pack("<BBhi", word.code, word.source << 4 | word.target, offset, word.number))
-        return b"".join(words)
+            instructions.append(struct.pack("<BBhi", word.code, word.source << 4 | word.target, offset, word.number))
+        return b"".join(instructions)
 
     def _two_words(self, target: Register, source: int, value: int) -> None:
         low, high = struct.unpack("<ii", struct.pack("<Q", value % 2**64))
@@ -192,31 +192,33 @@ class Architecture(NamedTuple):
     unwound: tuple[int, int]  # numbers of `stack` and `frame` in tables for unwinding
 
 
-MACHINES = {
+ARCHITECTURES = {
     "x86_64": Architecture(321, 298, (112, 104, 96, 88, 72, 64), 80, 152, None, 1, 32, (7, 6)),
     "aarch64": Architecture(280, 241, tuple(range(0, 64, 8)), 0, 248, 240, 0, 232, (31, 29)),
 }
 
 
-def machine() -> Architecture:
+def get_architecture() -> Architecture:
     """This one.
 
     Raises:
         OSError: Its registers are not known here.
     """
     name = platform.machine()
-    if name not in MACHINES:
+    if name not in ARCHITECTURES:
         raise OSError(errno.ENOTSUP, f"probes know x86_64 and aarch64, this is {name}")
-    return MACHINES[name]
+    return ARCHITECTURES[name]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def _bpf(command: int, attributes: bytes) -> int:
+def _call_bpf(command: int, attributes: bytes) -> int:
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
-    result = _libc.syscall(ctypes.c_long(machine().bpf), ctypes.c_long(command), buffer, ctypes.c_long(len(buffer)))
+    result = _libc.syscall(
+        ctypes.c_long(get_architecture().bpf), ctypes.c_long(command), buffer, ctypes.c_long(len(buffer))
+    )
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -242,13 +244,13 @@ class Map:
     def __init__(self, kind: MapKind, key_bytes: int, value_bytes: int, entries: int) -> None:
         self.value_bytes, self.entries = value_bytes, entries
         self._key_bytes = key_bytes
-        self.descriptor = _bpf(_CREATE_MAP, struct.pack("<5I52x", kind, key_bytes, value_bytes, entries, 0))
+        self.descriptor = _call_bpf(_CREATE_MAP, struct.pack("<5I52x", kind, key_bytes, value_bytes, entries, 0))
 
     def get(self, key: bytes) -> bytes | None:
         """The value; None where there is none."""
         key_buffer, value = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(self.value_bytes)
         try:
-            _bpf(_LOOKUP, self._element(key_buffer, value))
+            _call_bpf(_LOOKUP, self._element(key_buffer, value))
         except FileNotFoundError:
             return None
         return value.raw
@@ -260,20 +262,20 @@ class Map:
             OSError: The map is full.
         """
         keys, values = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(value, len(value))
-        _bpf(_UPDATE, self._element(keys, values))
+        _call_bpf(_UPDATE, self._element(keys, values))
 
     def remove(self, key: bytes) -> None:
         """Drop an entry, where it is there."""
         buffer = ctypes.create_string_buffer(key, len(key))
         with contextlib.suppress(FileNotFoundError):
-            _bpf(_DELETE, self._element(buffer, None))
+            _call_bpf(_DELETE, self._element(buffer, None))
 
     def keys(self) -> Iterator[bytes]:
         """All keys. Programs change maps meanwhile: some may be left out, or come twice; it ends nevertheless."""
         key, following = None, ctypes.create_string_buffer(self._key_bytes)
         for _ in range(2 * self.entries):
             try:
-                _bpf(_NEXT_KEY, self._element(key, following))
+                _call_bpf(_NEXT_KEY, self._element(key, following))
             except FileNotFoundError:
                 return
             yield following.raw
@@ -288,7 +290,7 @@ class Map:
         return struct.pack("<I4xQQQ", self.descriptor, *addresses, 0)
 
 
-def load(instructions: bytes, name: str) -> int:
+def load_program(instructions: bytes, name: str) -> int:
     """Have the kernel verify a program; its descriptor.
 
     Raises:
@@ -305,17 +307,19 @@ def load(instructions: bytes, name: str) -> int:
         )  # fmt: skip
 
     try:
-        return _bpf(_LOAD_PROGRAM, attributes(0))
+        return _call_bpf(_LOAD_PROGRAM, attributes(0))
     except OSError as error:
         if error.errno == errno.EPERM:
             raise
         with contextlib.suppress(OSError):  # again, for its reason
-            return _bpf(_LOAD_PROGRAM, attributes(1))
+            return _call_bpf(_LOAD_PROGRAM, attributes(1))
         reasons = log.value.decode(errors="replace").strip().splitlines()
         raise OSError(error.errno, f"the kernel refuses the program {name}: {' | '.join(reasons[-3:])}") from error
 
 
-def attach(program: int | None, path: str, offset: int, *, at_return: bool = False, process: int | None = None) -> int:
+def attach_program(
+    program: int | None, path: str, offset: int, *, at_return: bool = False, process: int | None = None
+) -> int:
     """Run a program whenever the function at `offset` of the file `path` is entered, or left; the probe's descriptor.
 
     Args:
@@ -337,7 +341,7 @@ def attach(program: int | None, path: str, offset: int, *, at_return: bool = Fal
     # A probe of all processes hangs on one processor; its program runs on every one.
     pid, cpu = (-1, 0) if process is None else (process, -1)
     result = _libc.syscall(
-        ctypes.c_long(machine().perf_event_open), buffer, ctypes.c_long(pid), ctypes.c_long(cpu), ctypes.c_long(-1),
+        ctypes.c_long(get_architecture().perf_event_open), buffer, ctypes.c_long(pid), ctypes.c_long(cpu), ctypes.c_long(-1),
         ctypes.c_long(_CLOSE_ON_EXEC),
     )  # fmt: skip
     if result < 0:
@@ -352,7 +356,7 @@ def attach(program: int | None, path: str, offset: int, *, at_return: bool = Fal
     return int(result)
 
 
-_BUSY = 1 << 31
+_BUSY_FLAG = 1 << 31
 _HEADER_BYTES = 8
 _POSITION = struct.Struct("<Q")
 
@@ -390,7 +394,7 @@ class Ring:
         start = mmap.PAGESIZE + self._position % self._size
         view = memoryview(self._written)[start : start + number * self._stride]
         headers = view.cast("I")[:: self._stride // 4]
-        done = next((position for position, header in enumerate(headers) if header & _BUSY), number)
+        done = next((position for position, header in enumerate(headers) if header & _BUSY_FLAG), number)
         content = bytes(view[: done * self._stride])
         headers.release()
         view.release()

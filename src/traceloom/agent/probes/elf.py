@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from traceloom.agent.collectors.collector import read
-from traceloom.agent.collectors.processes import MOST_MAPS
-from traceloom.agent.probes.ebpf import attach
+from traceloom.agent.collectors.processes import MAX_MAPS_BYTES
+from traceloom.agent.probes.ebpf import attach_program
 
 _HEADER = struct.Struct("<16xHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -26,9 +26,9 @@ _SYMBOLS, _DYNAMIC_SYMBOLS, _TEXTS = 2, 11, 3
 _OBJECT, _FUNCTION = 1, 2
 _LOADED, _UNWIND_INDEX = 1, 0x6474E550
 _MOST_SECTIONS, _MOST_SEGMENTS = 4096, 256
-_MOST_TABLE = 1 << 29  # bytes
-_MOST_NAME = 4096
-_PIECE = _SYMBOL.size * 43690  # about 1 MiB
+_MAX_TABLE_BYTES = 1 << 29  # bytes
+_MAX_NAME_BYTES = 4096
+_CHUNK_BYTES = _SYMBOL.size * 43690  # about 1 MiB
 
 
 class Segment(NamedTuple):
@@ -92,15 +92,17 @@ class Elf:
                 if section_kind != kind or entry_size != _SYMBOL.size or link >= len(rows) or rows[link][1] != _TEXTS:
                     continue
                 table = SymbolTable(offset, size, rows[link][4], rows[link][5])
-                if max(table) <= _MOST_TABLE + self._size and offset + size <= self._size:
+                if max(table) <= _MAX_TABLE_BYTES + self._size and offset + size <= self._size:
                     self.tables.append(table)
 
     def find(self, beginning: str, kind: int = _FUNCTION) -> Function | None:
         """The first function whose name begins so; exported ones come before others."""
         word = beginning.encode()
         for table in self.tables:
-            for name in self._occurrences(table.names_offset, min(table.names_size, _MOST_TABLE), word):
-                for position in self._occurrences(table.offset, min(table.size, _MOST_TABLE), struct.pack("<I", name)):
+            for name in self._occurrences(table.names_offset, min(table.names_size, _MAX_TABLE_BYTES), word):
+                for position in self._occurrences(
+                    table.offset, min(table.size, _MAX_TABLE_BYTES), struct.pack("<I", name)
+                ):
                     if position % _SYMBOL.size:
                         continue
                     row = self._read(table.offset + position, _SYMBOL.size)
@@ -117,7 +119,7 @@ class Elf:
 
     def name(self, table: SymbolTable, position: int) -> str:
         """The name at a position of a table's names."""
-        length = max(min(_MOST_NAME, table.names_size - position), 0)
+        length = max(min(_MAX_NAME_BYTES, table.names_size - position), 0)
         return self._read(table.names_offset + position, length).partition(b"\0")[0].decode(errors="replace")
 
     def offset_of(self, address: int) -> int | None:
@@ -141,22 +143,22 @@ class Elf:
 
     def bytes_of(self, table: SymbolTable) -> bytes:
         """The rows of a table."""
-        return self._read(table.offset, min(table.size, _MOST_TABLE))
+        return self._read(table.offset, min(table.size, _MAX_TABLE_BYTES))
 
     def _occurrences(self, offset: int, size: int, word: bytes) -> Iterator[int]:
         """Where a word stands in a part of the file, counted from the part's start."""
-        start, kept = 0, b""
+        start, tail = 0, b""
         while start < size:
-            piece = self._read(offset + start, min(_PIECE, size - start))
-            if not piece:
+            chunk = self._read(offset + start, min(_CHUNK_BYTES, size - start))
+            if not chunk:
                 return
-            text = kept + piece
+            text = tail + chunk
             position = text.find(word)
             while position >= 0:
-                yield start - len(kept) + position
+                yield start - len(tail) + position
                 position = text.find(word, position + 1)
-            start += len(piece)
-            kept = text[max(len(text) - len(word) + 1, 0) :]
+            start += len(chunk)
+            tail = text[max(len(text) - len(word) + 1, 0) :]
 
     def _whole(self, offset: int, size: int) -> bytes:
         content = self._read(offset, size)
@@ -191,7 +193,7 @@ class Mapping(NamedTuple):
     path: str
 
 
-def mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
+def read_mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
     """The files that a process has mapped, by address.
 
     Raises:
@@ -199,7 +201,7 @@ def mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
     """
     return [
         Mapping(int(start, 16), int(end, 16), executable == b"x", int(offset, 16), int(inode), os.fsdecode(path))
-        for start, end, executable, offset, inode, path in _LINE.findall(read(f"{proc}/{process}/maps", MOST_MAPS))
+        for start, end, executable, offset, inode, path in _LINE.findall(read(f"{proc}/{process}/maps", MAX_MAPS_BYTES))
     ]
 
 
@@ -212,17 +214,17 @@ def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> i
     # A process may put a pipe there, which would wait for a writer, or a link to what it may not read itself.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        return _checked(os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping)
+        return _check_same_file(os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping)
     except OSError:
         mapped = f"{proc}/{process}/map_files/{mapping.start:x}-{mapping.end:x}"
         try:  # whatever lies at its path: the kernel leads to the file itself
-            return _checked(os.open(mapped, flags), mapping)
+            return _check_same_file(os.open(mapped, flags), mapping)
         except OSError:
             pass
         raise
 
 
-def _checked(descriptor: int, mapping: Mapping) -> int:
+def _check_same_file(descriptor: int, mapping: Mapping) -> int:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode:
         os.close(descriptor)
@@ -270,7 +272,7 @@ class Uprobes:
         """
         # Of the very file that was looked into, whatever lies at its path now.
         path = f"/proc/self/fd/{self._descriptor}"
-        self._probes.append(attach(program, path, function.offset, at_return=at_return, process=self._process))
+        self._probes.append(attach_program(program, path, function.offset, at_return=at_return, process=self._process))
 
     def close(self) -> None:
         """Take the probes away."""

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from traceloom.agent.probes.elf import Elf, Mapping, mappings, open_mapped
+from traceloom.agent.probes.elf import Elf, Mapping, open_mapped, read_mappings
 
-EVALUATES = "_PyEval_EvalFrameDefault\0"
+EVAL_FUNCTION = "_PyEval_EvalFrameDefault\0"
 FRAME_BYTES = 64  # of a frame in which all that is needed lies
 _MOST_THREADS, _MOST_INTERPRETERS = 4096, 64
-_MOST_LINE = (1 << 31) - 1
-_TRIES = 8
-_MOST_TEXT = 4096
-_MOST_TABLE = 1 << 20
+_MAX_LINE = (1 << 31) - 1
+_MAX_TRIES = 8
+_MAX_TEXT_BYTES = 4096
+_MAX_TABLE_BYTES = 1 << 20
 _TYPE_AT = 8
 _COOKIE = b"xdebugpy"
 
@@ -113,14 +113,14 @@ class PythonFrames:
             OSError: The process has ended, or its threads changed faster than they were read.
         """
         before, states = None, self._states()
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             before, states = states, self._states()
             if states == before:
                 break
         else:
             raise OSError(errno.EAGAIN, "its threads come and go")
         result: dict[int, PythonThread | None] = {}
-        inside: dict[int, int] = {}
+        inner_numbers: dict[int, int] = {}
         for task in (self._proc / str(self._process) / "task").iterdir():
             number = int(task.name)
             if self._same_numbers:
@@ -132,8 +132,8 @@ class PythonFrames:
                 inner = int(status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
             state = states.get(inner)
             result[number] = None if state is None else PythonThread(state, inner)
-            inside[number] = inner
-        self._inner = inside
+            inner_numbers[number] = inner
+        self._inner = inner_numbers
         return result
 
     def _states(self) -> dict[int, int]:
@@ -143,12 +143,12 @@ class PythonFrames:
         interpreters = self._chain(
             self._number(self._runtime + layout.interpreters), layout.interpreter_next, _MOST_INTERPRETERS
         )
-        left = _MOST_THREADS
+        remaining = _MOST_THREADS
         for interpreter in interpreters:
             # The newest comes first. It has the number of its maker at first, whose own state comes later, and counts.
-            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, left):
+            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, remaining):
                 result[self._number(state + layout.thread_id)] = state
-                left -= 1
+                remaining -= 1
         return result
 
     def describe(self, code: int, instruction: int) -> tuple[str, str, int] | None:
@@ -173,26 +173,26 @@ class PythonFrames:
             return None  # the interpreter's own, where C calls Python
         table = self._number(code + layout.lines)
         size = self._number(table + layout.bytes_size)
-        if size > _MOST_TABLE:
+        if size > _MAX_TABLE_BYTES:
             return None
         lines = self._read(table + layout.bytes_content, size)
         unit = (instruction - code - layout.instructions) // 2
         first_line = self._number(code + layout.first_line, 4)
-        return name, file, max(1, min(line_at(lines, first_line, unit) or first_line, _MOST_LINE))
+        return name, file, max(1, min(find_line(lines, first_line, unit) or first_line, _MAX_LINE))
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
         """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
-        seen = set()
-        for mapping in mappings(self._process, self._proc):
-            if mapping.inode in seen or not mapping.path.rpartition("/")[2].startswith(("python", "libpython")):
+        seen_inodes = set()
+        for mapping in read_mappings(self._process, self._proc):
+            if mapping.inode in seen_inodes or not mapping.path.rpartition("/")[2].startswith(("python", "libpython")):
                 continue
-            seen.add(mapping.inode)
+            seen_inodes.add(mapping.inode)
             with contextlib.suppress(OSError):
                 descriptor = open_mapped(self._process, mapping, self._proc)
                 try:
                     elf = Elf(descriptor)
                     address = elf.address_of(mapping.offset)
-                    if elf.find(EVALUATES) is not None and address is not None:
+                    if elf.find(EVAL_FUNCTION) is not None and address is not None:
                         self._descriptor = descriptor
                         return mapping, elf, mapping.start - address
                 except OSError:
@@ -216,8 +216,8 @@ class PythonFrames:
             raise OSError(errno.ENOTSUP, "its Python does not say where its frames are")
         return base._replace(**fields, newest_behind=None)
 
-    def _chain(self, first: int, following: int, most: int) -> Iterator[int]:
-        for _ in range(most):
+    def _chain(self, first: int, following: int, limit: int) -> Iterator[int]:
+        for _ in range(limit):
             if not first:
                 return
             yield first
@@ -229,7 +229,7 @@ class PythonFrames:
         kind, ascii_only = state >> 2 & 7, state >> 6 & 1
         if kind not in {1, 2, 4}:
             raise OSError(errno.EINVAL, "no text")
-        size = min(length, _MOST_TEXT) * kind
+        size = min(length, _MAX_TEXT_BYTES) * kind
         content = self._read(address + (layout.ascii_text if ascii_only else layout.text), size)
         return content.decode({1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind], errors="replace")
 
@@ -245,7 +245,7 @@ class PythonFrames:
         return content
 
 
-def line_at(table: bytes, first_line: int, unit: int) -> int:
+def find_line(table: bytes, first_line: int, unit: int) -> int:
     """The line of an instruction, which is so many units of two bytes behind the first (PEP 626); 0: it has none."""
     at, line, units = 0, first_line, 0
 

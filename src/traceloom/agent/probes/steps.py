@@ -27,8 +27,8 @@ from traceloom.agent.probes.ebpf import (
     Map,
     MapKind,
     ProbeProgram,
-    load,
-    machine,
+    get_architecture,
+    load_program,
 )
 from traceloom.agent.probes.elf import Uprobes
 
@@ -40,11 +40,11 @@ _EXIT = "_ZN5torch8autograd8profilerL24record_function_exit_newE"  # in the tabl
 # How it begins in PyTorch's own builds: two instructions and a jump, which the kernel does itself where a probe lies.
 # For others it has the processor make a single step, which in a virtual machine takes thirty times as long.
 _BEFORE_JUMP, _JUMP = bytes.fromhex("48 8b 3f 48 83 c7 10"), b"\xe9"
-_MOST_MARKS = 4096
-_MOST_WAITING = 16384  # threads that wait for a loader
+_MAX_MARKS = 4096
+_MAX_WAITING = 16384  # threads that wait for a loader
 _NAME_BYTES = 64
 # Two containers with the same image may show one library as two files, each with its probes: the same call comes twice.
-_TWICE_NS = 20_000
+_DUPLICATE_NS = 20_000
 _KEY = struct.Struct("<IIQ")  # process, kind of mark, which of its kind
 _COUNTED = struct.Struct(f"<QQQQ{len(BOUNDS) + 1}Q")
 _NUMBER, _TOTAL, _FIRST, _LAST, _BUCKETS = 0, 8, 16, 24, 32
@@ -73,11 +73,11 @@ class StepProbes:
     """
 
     def __init__(self) -> None:
-        self._marks = Map(MapKind.HASH, _KEY.size, _COUNTED.size, _MOST_MARKS)
-        self._waiting = Map(MapKind.LRU_HASH, 8, _WAIT.size, _MOST_WAITING)
+        self._marks = Map(MapKind.HASH, _KEY.size, _COUNTED.size, _MAX_MARKS)
+        self._waiting = Map(MapKind.LRU_HASH, 8, _WAIT.size, _MAX_WAITING)
         self._lost = Map(MapKind.ARRAY, 4, 8, 1)
-        self._enter = load(self._entering().encoded(), "step_enter")
-        self._exit = load(self._leaving().encoded(), "step_exit")
+        self._enter = load_program(self._entering().encoded(), "step_enter")
+        self._exit = load_program(self._leaving().encoded(), "step_exit")
 
     def attach(self, descriptor: int, process: int | None = None) -> tuple[Uprobes, str]:
         """Count in all processes that map this library, or in one.
@@ -91,12 +91,12 @@ class StepProbes:
         probes = Uprobes(descriptor, process)
         try:
             probes.attach(probes.find(_ENTER), self._enter)
-            leaves = probes.elf.find(_EXIT)
-            if leaves is None:
+            exit_symbol = probes.elf.find(_EXIT)
+            if exit_symbol is None:
                 return probes, "it is stripped of the symbol table that names the function at the end of a wait"
-            if probes.elf.at(leaves.address, len(_BEFORE_JUMP) + 1) == _BEFORE_JUMP + _JUMP:
-                leaves = leaves._replace(offset=leaves.offset + len(_BEFORE_JUMP))
-            probes.attach(leaves, self._exit)
+            if probes.elf.at(exit_symbol.address, len(_BEFORE_JUMP) + 1) == _BEFORE_JUMP + _JUMP:
+                exit_symbol = exit_symbol._replace(offset=exit_symbol.offset + len(_BEFORE_JUMP))
+            probes.attach(exit_symbol, self._exit)
         except OSError:
             probes.close()
             raise
@@ -126,8 +126,8 @@ class StepProbes:
 
     def close(self) -> None:
         """Let go of everything; probes that are attached are the caller's."""
-        for held in (self._marks, self._waiting, self._lost):
-            held.close()
+        for resource in (self._marks, self._waiting, self._lost):
+            resource.close()
         os.close(self._enter)
         os.close(self._exit)
 
@@ -137,7 +137,7 @@ class StepProbes:
         program = ProbeProgram()
         program.do(R6, "=", R1)
         # A std::string begins with the address of its text, which ends with 0, in both ABIs of libstdc++.
-        program.load(R3, R6, machine().arguments[machine().hidden_result])
+        program.load(R3, R6, get_architecture().arguments[get_architecture().hidden_result])
         program.read_user(pointer, 8)
         program.jump_if(R0, "!=", 0, "end")
         for position in range(name, 0, 8):
@@ -150,7 +150,7 @@ class StepProbes:
         program.store(R10, thread, R7)
         program.call(Helper.TIME_NS)
         program.do(R8, "=", R0)
-        _unless_begins(program, name, b"enumerate(DataLoader)#"[:16], "no loader")
+        _skip_unless_prefix(program, name, b"enumerate(DataLoader)#"[:16], "no loader")
         program.store(R10, wait, R8)
         program.store(R10, wait + 8, 1)
         program.on_map(Helper.MAP_UPDATE, self._waiting.descriptor, thread, wait)
@@ -162,7 +162,7 @@ class StepProbes:
         program.do(R1, "+=", 1)
         program.store(R0, 8, R1)
         program.label("not waiting")
-        _unless_begins(program, name, b"Optimizer.step#", "no optimizer")
+        _skip_unless_prefix(program, name, b"Optimizer.step#", "no optimizer")
         program.do(R9, "=", 0)  # which optimizer: a sum over its name
         for position in range(name + 8, 0, 8):
             program.load(R1, R10, position)
@@ -171,7 +171,7 @@ class StepProbes:
         program.do(R2, "=", OPTIMIZER_STEP)
         program.jump("mark")
         program.label("no optimizer")
-        _unless_begins(program, name, b"ProfilerStep#", "end")
+        _skip_unless_prefix(program, name, b"ProfilerStep#", "end")
         program.do(R9, "=", 0)
         program.do(R2, "=", PROFILER_STEP)
         program.label("mark")
@@ -236,7 +236,7 @@ class StepProbes:
         if since_last:
             program.load(R2, R0, _LAST)
             program.do(R1, "-=", R2)
-            program.jump_if(R1, "signed<", _TWICE_NS, "end")
+            program.jump_if(R1, "signed<", _DUPLICATE_NS, "end")
         else:
             program.do(R1, "-=", R6)
         program.store(R0, _LAST, R8)
@@ -252,7 +252,7 @@ class StepProbes:
         program.add_at(R3, _BUCKETS, R2)
 
 
-def _unless_begins(program: ProbeProgram, position: int, word: bytes, to: str) -> None:
+def _skip_unless_prefix(program: ProbeProgram, position: int, word: bytes, to: str) -> None:
     """Go on at the label unless the text on the stack begins with a word of 9 to 16 bytes."""
     for start in (0, 8):
         part = word[start : start + 8]

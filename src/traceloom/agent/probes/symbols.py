@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from traceloom.agent.probes.elf import Elf, Mapping, SymbolTable, mappings, open_mapped
-from traceloom.agent.probes.unwinding import END, UnwindRule, rule
+from traceloom.agent.probes.elf import Elf, Mapping, SymbolTable, open_mapped, read_mappings
+from traceloom.agent.probes.unwinding import END_RULE, UnwindRule, find_unwind_rule
 
-_MOST_FILES = 1024
-_MOST_NAME = 1000  # letters; those of templates may be longer than anybody reads
-_FUNCTION = 2
+_MAX_FILES = 1024
+_MAX_NAME_CHARS = 1000  # letters; those of templates may be longer than anybody reads
+_FUNCTION_SYMBOL = 2
 
 
 class _Functions(NamedTuple):
@@ -41,7 +41,7 @@ class _MappedFile:
             return ""
         if self._tables is None:
             # The table of all symbols knows more than that of the exported ones.
-            self._tables = [_functions(self.elf, table) for table in reversed(self.elf.tables)]
+            self._tables = [_read_functions(self.elf, table) for table in reversed(self.elf.tables)]
         for functions in self._tables:
             index = int(functions.addresses.searchsorted(address, "right")) - 1
             if index >= 0 and address < functions.ends[index]:
@@ -62,7 +62,7 @@ class Symbols:
         self._mappings: list[Mapping] = []
         self._files: dict[tuple[int, str], _MappedFile | None] = {}
         self._names: dict[int, tuple[str, str]] = {}
-        self._demangle = _demangler()
+        self._demangle = _load_demangler()
 
     def look(self) -> None:
         """Take what the process has mapped now.
@@ -70,11 +70,11 @@ class Symbols:
         Raises:
             OSError: It has ended; what was taken before is kept.
         """
-        now = [mapping for mapping in mappings(self._process, self._proc) if mapping.executable]
+        now = [mapping for mapping in read_mappings(self._process, self._proc) if mapping.executable]
         self._mappings = now or self._mappings  # one that has just ended has no mappings left
         for mapping in self._mappings:
             key = (mapping.inode, mapping.path)
-            if key in self._files or len(self._files) >= _MOST_FILES:
+            if key in self._files or len(self._files) >= _MAX_FILES:
                 continue
             self._files[key] = None
             with contextlib.suppress(OSError):  # deleted, or no ELF file: its functions have no names
@@ -99,8 +99,8 @@ class Symbols:
     def rule(self, address: int) -> UnwindRule:
         """The way from an instruction to the caller of its function."""
         file, offset = self._file_of(address)
-        at = file.elf.address_of(offset) if file is not None else None
-        return END if file is None or at is None else rule(file.elf, at)
+        file_address = file.elf.address_of(offset) if file is not None else None
+        return END_RULE if file is None or file_address is None else find_unwind_rule(file.elf, file_address)
 
     def lies_in(self, address: int, other: Mapping) -> bool:
         """Whether an address is one of the file of a mapping."""
@@ -109,7 +109,7 @@ class Symbols:
 
     def plain(self, name: str) -> str:
         """A name of C++ as it is written in its source."""
-        return self._demangle(name)[:_MOST_NAME]
+        return self._demangle(name)[:_MAX_NAME_CHARS]
 
     def _mapping_of(self, address: int) -> Mapping | None:
         index = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
@@ -123,21 +123,21 @@ class Symbols:
         return self._files.get((mapping.inode, mapping.path)), address - mapping.start + mapping.offset
 
 
-def _functions(elf: Elf, table: SymbolTable) -> _Functions:
+def _read_functions(elf: Elf, table: SymbolTable) -> _Functions:
     import numpy as np
 
     row = np.dtype([("name", "<u4"), ("info", "u1"), ("_", "u1"), ("section", "<u2"), ("at", "<u8"), ("size", "<u8")])
     content = elf.bytes_of(table)
     rows = np.frombuffer(content, row, len(content) // row.itemsize)
-    rows = rows[(rows["info"] & 0xF == _FUNCTION) & (rows["section"] != 0) & (rows["at"] < 1 << 62)]
+    rows = rows[(rows["info"] & 0xF == _FUNCTION_SYMBOL) & (rows["section"] != 0) & (rows["at"] < 1 << 62)]
     rows = rows[np.argsort(rows["at"], kind="stable")]
     following = np.append(rows["at"][1:], rows["at"][-1:] + np.uint64(1))
     # Those written in assembler may have no size: they reach to the next one.
-    ends = np.where(rows["size"] == 0, following, rows["at"] + np.minimum(rows["size"], 1 << 32))
-    return _Functions(rows["at"], ends, rows["name"], table)
+    end_addresses = np.where(rows["size"] == 0, following, rows["at"] + np.minimum(rows["size"], 1 << 32))
+    return _Functions(rows["at"], end_addresses, rows["name"], table)
 
 
-def _demangler() -> Callable[[str], str]:
+def _load_demangler() -> Callable[[str], str]:
     """The function of C++'s library that every process with PyTorch has; without it names stay as linkers see them."""
     try:
         library, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)

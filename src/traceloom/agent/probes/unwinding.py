@@ -10,11 +10,11 @@ import enum
 import struct
 from typing import NamedTuple
 
-from traceloom.agent.probes.ebpf import machine
+from traceloom.agent.probes.ebpf import get_architecture
 from traceloom.agent.probes.elf import Elf
 
 
-class From(enum.IntEnum):
+class FrameOrigin(enum.IntEnum):
     """What the caller's frame is found from. `END`: there is no way on."""
 
     END, STACK, FRAME, BEHIND_FRAME = range(4)
@@ -31,20 +31,20 @@ class UnwindRule(NamedTuple):
         returns_to: Where the address that it returns to is kept, from that end.
     """
 
-    base: From
+    base: FrameOrigin
     offset: int = 0
     frame: int = 0
     returns_to: int = 0
 
 
-END = UnwindRule(From.END)
+END_RULE = UnwindRule(FrameOrigin.END)
 
-_MOST_ENTRY = 1 << 16  # bytes of a function's or a common entry
-_MOST_OFFSET = 1 << 20
-_MOST_STEPS = 10_000
-_SEARCHED = 0x3B  # of the index: pairs of four signed bytes, from the index's start
+_MAX_ENTRY_BYTES = 1 << 16  # bytes of a function's or a common entry
+_MAX_OFFSET = 1 << 20
+_MAX_STEPS = 10_000
+_SEARCH_TABLE_ENCODING = 0x3B  # of the index: pairs of four signed bytes, from the index's start
 _FDE = struct.Struct("<ii")
-_KINDS = {0: "<Q", 2: "<H", 3: "<I", 4: "<Q", 9: "", 10: "<h", 11: "<i", 12: "<q"}
+_POINTER_FORMATS = {0: "<Q", 2: "<H", 3: "<I", 4: "<Q", 9: "", 10: "<h", 11: "<i", 12: "<q"}
 _DEREFERENCE, _BASED = 0x06, 0x70
 
 
@@ -58,12 +58,12 @@ class _TableReader:
     def __init__(self, content: bytes, address: int) -> None:
         self.content, self.address, self.at = content, address, 0
 
-    def number(self, form: str) -> int:
+    def number(self, struct_format: str) -> int:
         try:
-            (value,) = struct.unpack_from(form, self.content, self.at)
+            (value,) = struct.unpack_from(struct_format, self.content, self.at)
         except struct.error:
             raise _DamagedTableError from None
-        self.at += struct.calcsize(form)
+        self.at += struct.calcsize(struct_format)
         return int(value)
 
     def leb(self, *, signed: bool = False) -> int:
@@ -80,10 +80,10 @@ class _TableReader:
     def pointer(self, encoding: int) -> int:
         """An address as DW_EH_PE says; relative to where it stands, or absolute."""
         start = self.address + self.at
-        form = _KINDS.get(encoding & 0x0F)
-        if form is None or encoding & 0x70 not in {0, 0x10}:
+        struct_format = _POINTER_FORMATS.get(encoding & 0x0F)
+        if struct_format is None or encoding & 0x70 not in {0, 0x10}:
             raise _DamagedTableError
-        value = self.number(form) if form else self.leb(signed=True)
+        value = self.number(struct_format) if struct_format else self.leb(signed=True)
         return (value + start if encoding & 0x70 else value) % 2**64
 
     def block(self) -> bytes:
@@ -94,7 +94,7 @@ class _TableReader:
         return self.content[self.at - size : self.at]
 
 
-class _Common(NamedTuple):
+class _CommonEntry(NamedTuple):
     """What entries of functions have in common."""
 
     code: int
@@ -105,43 +105,43 @@ class _Common(NamedTuple):
     program: bytes
 
 
-def rule(elf: Elf, address: int) -> UnwindRule:
+def find_unwind_rule(elf: Elf, address: int) -> UnwindRule:
     """The way to the caller from the instruction at an address of a file, as the file has it."""
     try:
-        return _rule(elf, address)
+        return _compute_unwind_rule(elf, address)
     except _DamagedTableError:
-        return END
+        return END_RULE
 
 
-def _rule(elf: Elf, address: int) -> UnwindRule:
-    position = _entry_of(elf, address)
+def _compute_unwind_rule(elf: Elf, address: int) -> UnwindRule:
+    position = _find_entry(elf, address)
     if position is None:
-        return END
-    entry = _entry(elf, position)
+        return END_RULE
+    entry = _read_entry(elf, position)
     start = entry.address + entry.at
     common_at = start - entry.number("<I")
-    common = _common(_entry(elf, common_at))
+    common = _parse_common_entry(_read_entry(elf, common_at))
     first = entry.pointer(common.encoding)
     size = entry.pointer(common.encoding & 0x0F)
     if not first <= address < first + size:
-        return END
+        return END_RULE
     if common.augmented:
         entry.block()
-    rows = _Rows(common)
+    rows = _UnwindRows(common)
     rows.run(_TableReader(common.program, 0), None)
     rows.first = dict(rows.registers)
     rows.run(_TableReader(entry.content[entry.at :], 0), address - first)
     return rows.rule()
 
 
-def _entry_of(elf: Elf, address: int) -> int | None:
+def _find_entry(elf: Elf, address: int) -> int | None:
     """Where the entry of the function with this address is loaded, by the index that is sorted by address."""
     if elf.unwind_index is None:
         return None
     start, size = elf.unwind_index.address, elf.unwind_index.size
     index = _TableReader(elf.at(start, min(size, 32)), start)
     _, pointer, count, table = (index.number("<B") for _ in range(4))
-    if table != _SEARCHED:
+    if table != _SEARCH_TABLE_ENCODING:
         return None
     index.pointer(pointer)
     entries = min(index.pointer(count), (size - index.at) // _FDE.size)
@@ -149,14 +149,14 @@ def _entry_of(elf: Elf, address: int) -> int | None:
     low, high = 0, entries
     while low < high:
         middle = (low + high) // 2
-        if _row(elf, rows, middle)[0] + start <= address:
+        if _read_index_row(elf, rows, middle)[0] + start <= address:
             low = middle + 1
         else:
             high = middle
-    return _row(elf, rows, low - 1)[1] + start if low else None
+    return _read_index_row(elf, rows, low - 1)[1] + start if low else None
 
 
-def _row(elf: Elf, rows: int, number: int) -> tuple[int, int]:
+def _read_index_row(elf: Elf, rows: int, number: int) -> tuple[int, int]:
     content = elf.at(rows + number * _FDE.size, _FDE.size)
     if len(content) < _FDE.size:
         raise _DamagedTableError
@@ -164,10 +164,10 @@ def _row(elf: Elf, rows: int, number: int) -> tuple[int, int]:
     return first, entry
 
 
-def _entry(elf: Elf, address: int) -> _TableReader:
+def _read_entry(elf: Elf, address: int) -> _TableReader:
     """The entry at an address, without its length."""
     head = elf.at(address, 4)
-    if len(head) < 4 or not 4 <= (size := int.from_bytes(head, "little")) <= _MOST_ENTRY:
+    if len(head) < 4 or not 4 <= (size := int.from_bytes(head, "little")) <= _MAX_ENTRY_BYTES:
         raise _DamagedTableError
     content = elf.at(address + 4, size)
     if len(content) < size:
@@ -175,7 +175,7 @@ def _entry(elf: Elf, address: int) -> _TableReader:
     return _TableReader(content, address + 4)
 
 
-def _common(entry: _TableReader) -> _Common:
+def _parse_common_entry(entry: _TableReader) -> _CommonEntry:
     if entry.number("<I") != 0:
         raise _DamagedTableError
     version = entry.number("<B")
@@ -201,13 +201,13 @@ def _common(entry: _TableReader) -> _Common:
         entry.at = after
     elif augmentation:
         raise _DamagedTableError
-    return _Common(code, data, returns, encoding, augmentation[:1] == b"z", entry.content[entry.at :])
+    return _CommonEntry(code, data, returns, encoding, augmentation[:1] == b"z", entry.content[entry.at :])
 
 
-class _Rows:
+class _UnwindRows:
     """The rows of a function's table, made one after the other by its program."""
 
-    def __init__(self, common: _Common) -> None:
+    def __init__(self, common: _CommonEntry) -> None:
         self.common = common
         self.base: int | None = None  # register; None: by `expression`
         self.offset = 0
@@ -220,16 +220,16 @@ class _Rows:
 
     def run(self, program: _TableReader, until: int | None) -> None:
         """Run a program, up to the row of an offset in the function."""
-        at, data = 0, self.common.data
-        for _ in range(_MOST_STEPS):
+        position, data = 0, self.common.data
+        for _ in range(_MAX_STEPS):
             if program.at >= len(program.content):
                 return
             code = program.number("<B")
             low = code & 0x3F
             if code >> 6 == 1 or code in {0x02, 0x03, 0x04}:
                 ahead = low if code >> 6 else program.number({2: "<B", 3: "<H", 4: "<I"}[code])
-                at += ahead * self.common.code
-                if until is not None and at > until:
+                position += ahead * self.common.code
+                if until is not None and position > until:
                     return
             elif code >> 6 == 2:
                 self.registers[low] = program.leb() * data
@@ -274,27 +274,27 @@ class _Rows:
 
     def rule(self) -> UnwindRule:
         """The way from the row that was made last."""
-        stack, frame = machine().unwound
+        stack, frame = get_architecture().unwound
         returns = self.registers.get(self.common.returns)
-        kept = self.registers.get(frame, 0)
+        saved_frame = self.registers.get(frame, 0)
         offset, at_frame = self.offset, _BASED + frame
         if self.base in {stack, frame}:
-            base = From.STACK if self.base == stack else From.FRAME
-        elif self.base is None and self.expression[:1] == bytes([at_frame]) and kept == bytes([at_frame, 0]):
+            base = FrameOrigin.STACK if self.base == stack else FrameOrigin.FRAME
+        elif self.base is None and self.expression[:1] == bytes([at_frame]) and saved_frame == bytes([at_frame, 0]):
             expression = _TableReader(self.expression, 0)
             expression.at = 1
-            offset, kept = expression.leb(signed=True), 0
+            offset, saved_frame = expression.leb(signed=True), 0
             if self.expression[expression.at :] != bytes([_DEREFERENCE]):
-                return END
-            base = From.BEHIND_FRAME
+                return END_RULE
+            base = FrameOrigin.BEHIND_FRAME
         else:
-            return END
+            return END_RULE
         # Of the first function of a thread nobody is the caller.
-        if not isinstance(returns, int) or not isinstance(kept, int):
-            return END
-        if max(abs(offset), abs(kept), abs(returns)) > _MOST_OFFSET:
-            return END
-        return UnwindRule(base, offset, kept, returns)
+        if not isinstance(returns, int) or not isinstance(saved_frame, int):
+            return END_RULE
+        if max(abs(offset), abs(saved_frame), abs(returns)) > _MAX_OFFSET:
+            return END_RULE
+        return UnwindRule(base, offset, saved_frame, returns)
 
     def _restore(self, register: int) -> None:
         if register in self.first:

@@ -20,20 +20,20 @@ from typing import Any, Literal
 import msgspec
 
 from traceloom.agent import worker
-from traceloom.agent.kineto.server import process_state
+from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
-from traceloom.agent.profilers.timeline import Tell, TimelineOrder, keep, map_if_large
-from traceloom.agent.traces.files import drop
-from traceloom.agent.traces.requests import Leases
+from traceloom.agent.profilers.timeline import StatusReporter, TimelineOrder, run_store_task, store_trace
+from traceloom.agent.traces.files import delete_output
+from traceloom.agent.traces.requests import LeaseTable
 from traceloom.errors import TraceloomError
 
-_MOST_BYTES = 1 << 16
-_MOST_DETAIL = 300
+_MAX_BYTES = 1 << 16
+_MAX_DETAIL_CHARS = 300
 _LATEST_NS = 2**61
 
 
-class OrderNews(msgspec.Struct, frozen=True, kw_only=True):
+class ProgressUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """How far an order is. Times are what the process says, ns of the wall clock; 0: it says none."""
 
     state: Literal["", "began", "waiting", "ready", "recording", "written", "failed"] = ""
@@ -44,10 +44,10 @@ class OrderNews(msgspec.Struct, frozen=True, kw_only=True):
     held_ns: int = 0
 
 
-_NEWS = msgspec.json.Decoder(OrderNews)
+_UPDATE_DECODER = msgspec.json.Decoder(ProgressUpdate)
 
 
-class OrderFile:
+class ProgressFile:
     """The file of one order; blocks for as long as a small file takes.
 
     Args:
@@ -56,8 +56,8 @@ class OrderFile:
         uid: The user.
     """
 
-    def __init__(self, folder: Path, name: str, uid: int) -> None:
-        self.folder, self.name, self.uid = folder, name, uid
+    def __init__(self, directory: Path, name: str, uid: int) -> None:
+        self.folder, self.name, self.uid = directory, name, uid
 
     def create(self) -> None:
         """Give the order.
@@ -76,7 +76,7 @@ class OrderFile:
         """Whether it stands."""
         return os.path.lexists(self.folder / f"{self.name}.order")
 
-    def news(self) -> OrderNews:
+    def news(self) -> ProgressUpdate:
         """The last line that is one; nothing where there is none, or where the file is none of the user's."""
         try:
             directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -85,27 +85,27 @@ class OrderFile:
             finally:
                 os.close(directory)
         except OSError:
-            return OrderNews()
+            return ProgressUpdate()
         try:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != self.uid or status.st_nlink != 1:
-                return OrderNews()
-            lines = os.read(handle, _MOST_BYTES).split(b"\n")
+                return ProgressUpdate()
+            lines = os.read(handle, _MAX_BYTES).split(b"\n")
         finally:
             os.close(handle)
         for line in reversed(lines[:-1]):
             try:
-                news = _NEWS.decode(line)
+                news = _UPDATE_DECODER.decode(line)
             except msgspec.DecodeError:
                 continue
             if all(0 <= time < _LATEST_NS for time in (news.start_ns, news.end_ns, news.held_ns)):
-                return msgspec.structs.replace(news, detail=news.detail[:_MOST_DETAIL])
-        return OrderNews()
+                return msgspec.structs.replace(news, detail=news.detail[:_MAX_DETAIL_CHARS])
+        return ProgressUpdate()
 
     def drop(self) -> None:
         """Take it back, with all that was written for it."""
         for name in (f"{self.name}.order", f"{self.name}.begin", self.name):
-            drop(self.folder, name)
+            delete_output(self.folder, name)
 
     def _write(self, name: str, content: bytes) -> None:
         directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -128,13 +128,13 @@ class OrderFile:
                 os.close(directory)
 
 
-_LOOK_S = 0.1
-_AHEAD_S = 1.0  # a process that is ready looks every 50 ms when it is to begin
-_LATE_S = 5.0  # for what a process says at its own deadline
+_POLL_S = 0.1
+_START_LEAD_S = 1.0  # a process that is ready looks every 50 ms when it is to begin
+_DEADLINE_GRACE_S = 5.0  # for what a process says at its own deadline
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
 _ATTACH_S = 30.0  # the worker lets the process go by itself after two seconds
-_KEEP_S = 600.0
-_SAYS = frozenset({"no-torch", "old-torch", "no-cuda", "not-stepping", "cancelled-by-program", "exited"})
+_STORE_TIMEOUT_S = 600.0
+_REPORTED_FAULTS = frozenset({"no-torch", "old-torch", "no-cuda", "not-stepping", "cancelled-by-program", "exited"})
 
 
 class AttachedProfiler:
@@ -148,10 +148,10 @@ class AttachedProfiler:
 
     kind: str
 
-    def __init__(self, order: TimelineOrder, tell: Tell, leases: Leases) -> None:
-        self.order, self.tell, self.leases = order, tell, leases
+    def __init__(self, order: TimelineOrder, report_status: StatusReporter, leases: LeaseTable) -> None:
+        self.order, self.tell, self.leases = order, report_status, leases
 
-    async def written(self, process: Process, window: Window, attempt: int, resumed: bool) -> OrderNews:
+    async def written(self, process: Process, window: Window, attempt: int, resumed: bool) -> ProgressUpdate:
         """Let the process write its file; when its window was.
 
         Raises:
@@ -159,22 +159,22 @@ class AttachedProfiler:
                 `not-stopped`, `not-reached`, `task-failed`, `cannot-write`, `deadline`, and what the process says.
         """
         order = self.order
-        file = OrderFile(order.incoming, order.name(attempt), process.uid)
+        file = ProgressFile(order.incoming, order.name(attempt), process.uid)
         ahead_s = max(0.0, (window.start_ns - time.time_ns()) / 1e9)
         until = time.monotonic() + ahead_s + order.wait_s
         if not (resumed and file.exists()):
             await self._attach(process, window, file, until)
         return await self._followed(process, window, file, until)
 
-    async def _attach(self, process: Process, window: Window, file: OrderFile, until: float) -> None:
+    async def _attach(self, process: Process, window: Window, file: ProgressFile, until: float) -> None:
         holder = f"attaching to process {process.pid} for {file.name}"
         last_reason = ""
         while True:
-            state = process_state(process.pid, process.start_ticks)
+            state = read_process_state(process.pid, process.start_ticks)
             if state == "T":
                 reason, detail = "stopped", "the process is stopped"
-            elif taken := self.leases.take(holder, [f"ptrace:{process.pid}"]):
-                reason, detail = "leased", f"waits: {taken}"
+            elif conflict := self.leases.take(holder, [f"ptrace:{process.pid}"]):
+                reason, detail = "leased", f"waits: {conflict}"
             else:
                 break
             if reason != last_reason:
@@ -182,7 +182,7 @@ class AttachedProfiler:
                 last_reason = reason
             if time.monotonic() > until:
                 raise ProfilerError(detail, slug="expired")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         try:
             await asyncio.to_thread(file.create)
             order = self.order
@@ -190,7 +190,7 @@ class AttachedProfiler:
             waits = order.start is not None
             # Those that wait for others do so until these have given up.
             longest_s = until - time.monotonic() + (seconds or 0) + (order.wait_s if waits else 0)
-            wanted = {
+            attach_order = {
                 "folder": str(file.folder), "name": file.name, "kind": self.kind, "trace_id": order.trace_id,
                 "steps": window.steps, "seconds": seconds, "waits": waits,
                 "begin_ns": 0 if waits else window.start_ns, "until_ns": time.time_ns() + int(longest_s * 1e9),
@@ -198,7 +198,7 @@ class AttachedProfiler:
             }  # fmt: skip
             schedule = partial(
                 worker.run, "attach", timeout_s=_ATTACH_S, pid=process.pid, start_ticks=process.start_ticks,
-                order=wanted,
+                order=attach_order,
             )  # fmt: skip
             result = await asyncio.to_thread(schedule)
         except OSError as error:
@@ -212,17 +212,17 @@ class AttachedProfiler:
             raise ProfilerError(result["detail"], slug=result["fault"])
         self.tell("delivered", attached_ns=time.time_ns(), pause_ns=result["pause_ns"])
 
-    async def _followed(self, process: Process, window: Window, file: OrderFile, until: float) -> OrderNews:
-        last = OrderNews()
+    async def _followed(self, process: Process, window: Window, file: ProgressFile, until: float) -> ProgressUpdate:
+        last = ProgressUpdate()
         seconds = window.duration_s or 0.0
-        end = until + seconds + _LATE_S
+        end = until + seconds + _DEADLINE_GRACE_S
         while True:
             news = await asyncio.to_thread(file.news)
             if news.state == "written":
                 self.tell("written", held_ns=news.held_ns)
                 return news
             if news.state == "failed":
-                slug = news.slug if news.slug in _SAYS else ""
+                slug = news.slug if news.slug in _REPORTED_FAULTS else ""
                 raise ProfilerError(news.detail or "it says no more", slug=slug or "program-error")
             if news != last:
                 last = news
@@ -230,16 +230,16 @@ class AttachedProfiler:
                     self.tell("delivered", "waiting", news.detail)
                 elif news.state == "ready" and self.order.start is not None:
                     self.tell("delivered", "not-all-ready", "waits until all processes of the request are ready")
-                    start_ns = self.order.start_ns or await self.order.start.ready(process.key, _AHEAD_S)
+                    start_ns = self.order.start_ns or await self.order.start.ready(process.key, _START_LEAD_S)
                     self.tell("delivered", start_ns=start_ns)
                     with contextlib.suppress(FileExistsError):  # an earlier agent has said so
                         await asyncio.to_thread(file.begin, start_ns)
                     self.order.start_ns = start_ns
-                    end = max(end, time.monotonic() + (start_ns - time.time_ns()) / 1e9 + seconds + _LATE_S)
+                    end = max(end, time.monotonic() + (start_ns - time.time_ns()) / 1e9 + seconds + _DEADLINE_GRACE_S)
                 elif news.state == "recording":
                     self.tell("accepted")
                     end = max(end, time.monotonic() + seconds + _DRAIN_S)
-            if not process_state(process.pid, process.start_ticks):
+            if not read_process_state(process.pid, process.start_ticks):
                 if (await asyncio.to_thread(file.news)).state == "written":
                     continue
                 raise ProfilerError("the process has ended", slug="exited")
@@ -249,7 +249,7 @@ class AttachedProfiler:
                         "its main thread has run no Python since: it waits, or works in native code", slug="not-reached"
                     )
                 raise ProfilerError("no whole file was written in time", slug="deadline")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 class AttachedTimelineProfiler(AttachedProfiler):
@@ -273,7 +273,7 @@ class AttachedTimelineProfiler(AttachedProfiler):
         seconds = None if window.steps is not None else window.duration_s
         attempt, resumed = order.attempt, order.resumed != "queued"
         tried: set[str] = set()
-        if not resumed and OrderFile(order.incoming, order.name(attempt), process.uid).exists():
+        if not resumed and ProgressFile(order.incoming, order.name(attempt), process.uid).exists():
             # An agent that was killed may have attached, and not have written that down.
             self._drop(process, attempt)
             attempt += 1
@@ -282,7 +282,7 @@ class AttachedTimelineProfiler(AttachedProfiler):
             while True:
                 try:
                     await self.written(process, window, attempt, resumed)
-                    facts = await keep(
+                    facts = await store_trace(
                         order, process.uid, window, seconds, attempt, path, order.start_ns if seconds else None
                     )
                 except ProfilerError as error:  # noqa: PERF203  (it is tried again)
@@ -304,7 +304,7 @@ class AttachedTimelineProfiler(AttachedProfiler):
                 order.start.leave(process.key)
 
     def _drop(self, process: Process, attempt: int) -> None:
-        OrderFile(self.order.incoming, self.order.name(attempt), process.uid).drop()
+        ProgressFile(self.order.incoming, self.order.name(attempt), process.uid).drop()
 
 
 class AttachedMemoryProfiler(AttachedProfiler):
@@ -326,12 +326,12 @@ class AttachedMemoryProfiler(AttachedProfiler):
         """
         path = directory / f"{stem}.memory.pickle"
         order = self.order
-        file = OrderFile(order.incoming, order.name(order.attempt), process.uid)
+        file = ProgressFile(order.incoming, order.name(order.attempt), process.uid)
         try:
             news = await self.written(process, window, order.attempt, resumed=False)
-            facts: dict[str, Any] = await map_if_large(
+            facts: dict[str, Any] = await run_store_task(
                 partial(
-                    worker.run, "keep-memory", timeout_s=_KEEP_S, folder=str(order.incoming), name=file.name,
+                    worker.run, "keep-memory", timeout_s=_STORE_TIMEOUT_S, folder=str(order.incoming), name=file.name,
                     uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
                 )
             )  # fmt: skip

@@ -78,18 +78,18 @@ class Profiler(Protocol):
         """
 
 
-def is_there(name: str) -> bool:
+def has_profiler(name: str) -> bool:
     """Whether this version has the profiler."""
     return name in PROFILERS
 
 
-def make(name: str) -> Profiler:
+def create_profiler(name: str) -> Profiler:
     """A profiler by its name.
 
     Raises:
         ProfilerError: `no-profiler`: this version does not have it.
     """
-    if not is_there(name):
+    if not has_profiler(name):
         raise ProfilerError(f"there is no profiler `{name}` in this version", slug="no-profiler")
     module, _, kind = PROFILERS[name].partition(":")
     profiler: Profiler = getattr(importlib.import_module(module), kind)()

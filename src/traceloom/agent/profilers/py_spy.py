@@ -28,10 +28,10 @@ _HINT_RIGHTS = "run the agent as root, or set kernel.yama.ptrace_scope to 0"
 _ERROR_BYTES = 1 << 16
 
 
-def path() -> str:
+def find_py_spy() -> str:
     """Where py-spy is: on the path, or beside this Python; "" where it is not installed."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
+    sibling = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(sibling) if sibling.exists() else "")
 
 
 class PySpy:
@@ -52,7 +52,7 @@ class PySpy:
 
     async def __aenter__(self) -> asyncio.subprocess.Process:
         """Start it."""
-        program = path()
+        program = find_py_spy()
         if not program:
             raise ProfilerError(
                 "py-spy is not installed beside the agent", slug="no-py-spy", hint="pip install 'traceloom[agent]'"
@@ -98,11 +98,11 @@ class PySpy:
         return ProfilerError(f"py-spy failed: {first[:300]}", slug="py-spy-failed")
 
 
-async def said(process: Process, *arguments: str, seconds: float, most_bytes: int) -> bytes:
+async def run_py_spy(process: Process, *arguments: str, seconds: float, max_bytes: int) -> bytes:
     """What py-spy prints about a process.
 
     Raises:
-        ProfilerError: It is missing, may not look, took longer than `seconds`, or said more than `most_bytes`.
+        ProfilerError: It is missing, may not look, took longer than `seconds`, or said more than `max_bytes`.
     """
     spy = PySpy(process, *arguments)
     try:
@@ -110,7 +110,8 @@ async def said(process: Process, *arguments: str, seconds: float, most_bytes: in
             assert running.stdout is not None
             assert running.stderr is not None
             text, errors = await asyncio.wait_for(
-                asyncio.gather(whole(running.stdout, most_bytes), whole(running.stderr, _ERROR_BYTES)), seconds
+                asyncio.gather(read_limited(running.stdout, max_bytes), read_limited(running.stderr, _ERROR_BYTES)),
+                seconds,
             )
             code = await asyncio.wait_for(running.wait(), seconds)
     except (asyncio.TimeoutError, TimeoutError) as error:
@@ -120,17 +121,17 @@ async def said(process: Process, *arguments: str, seconds: float, most_bytes: in
     spy.check()
     if code:
         raise spy.failure(errors)
-    if len(text) > most_bytes:
+    if len(text) > max_bytes:
         raise ProfilerError(f"the stacks of process {process.pid} are larger than anybody reads", slug="py-spy-failed")
     return text
 
 
-async def whole(stream: asyncio.StreamReader, most: int) -> bytes:
-    """All of a stream; one byte more than `most` where it is longer, and the rest of it is dropped."""
+async def read_limited(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
+    """All of a stream; one byte more than `max_bytes` where it is longer, and the rest of it is dropped."""
     text = b""
-    while piece := await stream.read(1 << 16):
-        if len(text) <= most:
-            text = (text + piece)[: most + 1]
+    while chunk := await stream.read(1 << 16):
+        if len(text) <= max_bytes:
+            text = (text + chunk)[: max_bytes + 1]
     return text
 
 
@@ -182,21 +183,23 @@ class _DumpedThread(msgspec.Struct):
     os_thread_id: int | None = None
 
 
-_THREADS = msgspec.json.Decoder(list[_DumpedThread])
+_THREADS_DECODER = msgspec.json.Decoder(list[_DumpedThread])
 
 
-async def accept_entries(process: Process, *, native: bool = False) -> StackDump:
+async def dump_stacks(process: Process, *, native: bool = False) -> StackDump:
     """Look at a process once. Python alone does not stop it; `native` does, for as long as the look takes.
 
     Raises:
         ProfilerError: `no-py-spy`, `not-permitted`, `not-python`, `exited`, `py-spy-failed`.
     """
-    how = "--native" if native else "--nonblocking"
+    mode = "--native" if native else "--nonblocking"
     limit_s = _NATIVE_S if native else _PYTHON_S
-    text = await said(process, "dump", "--json", "--full-filenames", how, seconds=limit_s, most_bytes=_MAX_DUMP_BYTES)
+    text = await run_py_spy(
+        process, "dump", "--json", "--full-filenames", mode, seconds=limit_s, max_bytes=_MAX_DUMP_BYTES
+    )
     at_ns = time.time_ns()
     try:
-        threads = await asyncio.to_thread(_THREADS.decode, text)
+        threads = await asyncio.to_thread(_THREADS_DECODER.decode, text)
     except msgspec.DecodeError as error:
         raise ProfilerError(f"what py-spy says is not understood: {error}", slug="py-spy-failed") from error
     return StackDump(
@@ -234,15 +237,15 @@ class DumpProfiler:
             ProfilerError: As `take`.
         """
         await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
-        return [await asyncio.to_thread(write, await accept_entries(process, native=self.native), directory, stem)]
+        return [await asyncio.to_thread(write_dump, await dump_stacks(process, native=self.native), directory, stem)]
 
 
-def write(dump: StackDump, directory: Path, stem: str) -> Path:
+def write_dump(dump: StackDump, directory: Path, stem: str) -> Path:
     """Put a dump into a new file `STEM.dump.json` of a directory; errors as of `new_file`."""
-    return new_file(directory / f"{stem}.dump.json", msgspec.json.encode(dump))
+    return write_new_file(directory / f"{stem}.dump.json", msgspec.json.encode(dump))
 
 
-def new_file(path: Path, content: bytes) -> Path:
+def write_new_file(path: Path, content: bytes) -> Path:
     """Write a file that is not there yet.
 
     Raises:
@@ -261,13 +264,13 @@ def new_file(path: Path, content: bytes) -> Path:
 
 
 _LEAD_S = 0.5  # it is started so long before the window, as it first reads the process's libraries
-_READY_S = 30.0
-_END_S = 60.0
-_LONGEST_S = 600.0  # of steps that nobody knows the duration of
+_READY_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 60.0
+_MAX_WINDOW_S = 600.0  # of steps that nobody knows the duration of
 _TICK_NS = int(time.clock_getres(5) * 1e9)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
 
 
-class _Sampled(NamedTuple):
+class _SamplingRun(NamedTuple):
     """What puts py-spy's file onto the wall clock, and the threads that were there at its end (`chrome_stacks`)."""
 
     began_ns: int
@@ -302,16 +305,16 @@ class StacksProfiler:
         Raises:
             ProfilerError: `no-duration`; as of `py_spy`; `cannot-write`, `task-failed`.
         """
-        over, start_ns = window.over(), max(window.start_ns, time.time_ns())
+        window_end, start_ns = window.over(), max(window.start_ns, time.time_ns())
         with tempfile.TemporaryDirectory(prefix="traceloom-stacks-") as name:
             try:
                 await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9 - _LEAD_S))
-                clock = await self._sample(process, over, window.duration_s, Path(name))
+                clock = await self._sample(process, window_end, window.duration_s, Path(name))
                 end_ns = time.time_ns()
-                if window.measured is not None or over.done():  # else the process has ended
-                    start_ns, end_ns = await over
+                if window.measured is not None or window_end.done():  # else the process has ended
+                    start_ns, end_ns = await window_end
             finally:
-                over.cancel()
+                window_end.cancel()
             convert = partial(
                 worker.run, "stacks", source=f"{name}/samples", target=f"{name}/stacks", pid=process.pid,
                 rank=process.owner.rank, start_ns=start_ns, end_ns=end_ns, rate=self.rate,
@@ -322,14 +325,14 @@ class StacksProfiler:
             except TraceloomError as error:
                 raise ProfilerError(error.message, slug=error.slug) from error
             content = await asyncio.to_thread(Path(name, "stacks").read_bytes)
-        return [await asyncio.to_thread(new_file, directory / f"{stem}.stacks.json.gz", content)]
+        return [await asyncio.to_thread(write_new_file, directory / f"{stem}.stacks.json.gz", content)]
 
     async def _sample(
-        self, process: Process, over: asyncio.Future[tuple[int, int]], seconds: float | None, directory: Path
-    ) -> _Sampled:
+        self, process: Process, window_end: asyncio.Future[tuple[int, int]], seconds: float | None, directory: Path
+    ) -> _SamplingRun:
         """Let py-spy write `samples` until then; what is needed to put its clock onto the wall clock."""
         # It ends by itself should the agent be killed meanwhile.
-        longest_s = math.ceil(_LEAD_S + (_LONGEST_S if seconds is None else seconds) + _READY_S)
+        longest_s = math.ceil(_LEAD_S + (_MAX_WINDOW_S if seconds is None else seconds) + _READY_TIMEOUT_S)
         spy = PySpy(
             process, "record", "--format", "chrometrace", "--threads", "--idle", "--full-filenames",
             "--native" if self.native else "--nonblocking", "--rate", str(self.rate), "--duration", str(longest_s),
@@ -340,18 +343,18 @@ class StacksProfiler:
         async with spy as running:
             assert running.stdout is not None
             assert running.stderr is not None
-            errors = asyncio.create_task(whole(running.stderr, 1 << 16))
+            errors = asyncio.create_task(read_limited(running.stderr, 1 << 16))
             try:
-                if await asyncio.wait_for(running.stdout.readline(), _READY_S):  # it looks at the process now
+                if await asyncio.wait_for(running.stdout.readline(), _READY_TIMEOUT_S):  # it looks at the process now
                     spy.check()
-                ends: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
-                ends = [over, asyncio.ensure_future(running.wait())]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                ends[1].cancel()
-                threads = await asyncio.to_thread(_threads, process.pid)
+                endings: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
+                endings = [window_end, asyncio.ensure_future(running.wait())]
+                await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+                endings[1].cancel()
+                threads = await asyncio.to_thread(_list_threads, process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     running.send_signal(signal.SIGINT)  # it writes what it has
-                await asyncio.wait_for(running.wait(), _END_S)
+                await asyncio.wait_for(running.wait(), _END_TIMEOUT_S)
                 text = await errors
             except (asyncio.TimeoutError, TimeoutError) as error:
                 raise ProfilerError(
@@ -362,10 +365,10 @@ class StacksProfiler:
         if running.returncode:
             raise spy.failure(text)
         opened_ns = (await asyncio.to_thread(directory.stat)).st_mtime_ns + _TICK_NS // 2
-        return _Sampled(began_ns, opened_ns, threads)
+        return _SamplingRun(began_ns, opened_ns, threads)
 
 
-def _threads(pid: int) -> list[int]:
+def _list_threads(pid: int) -> list[int]:
     """The threads that a process has now; none where it has ended."""
     try:
         return [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
@@ -373,11 +376,11 @@ def _threads(pid: int) -> list[int]:
         return []
 
 
-_MOST_BYTES = 256 << 20
-_THREAD = re.compile(r"thread \((?:0x([0-9A-Fa-f]{1,16})|([0-9]{1,19}))\)(?:: (.*))?", re.DOTALL)
+_MAX_BYTES = 256 << 20
+_THREAD_NAME = re.compile(r"thread \((?:0x([0-9A-Fa-f]{1,16})|([0-9]{1,19}))\)(?:: (.*))?", re.DOTALL)
 
 
-class _Place(msgspec.Struct):
+class _SourceLocation(msgspec.Struct):
     filename: str = ""
     line: int = 0
 
@@ -387,10 +390,10 @@ class _Event(msgspec.Struct):
     ph: str
     tid: int
     ts: int  # us since py-spy began
-    args: _Place
+    args: _SourceLocation
 
 
-class _Run(NamedTuple):
+class _StackRun(NamedTuple):
     """A stack that was seen again and again: ns since py-spy began, the number of its thread, frames by number."""
 
     start: int
@@ -399,7 +402,7 @@ class _Run(NamedTuple):
     frames: tuple[int, ...]
 
 
-def convert(
+def convert_stacks(
     source: str, target: str, *, pid: int, rank: int | None, start_ns: int, end_ns: int, rate: int,
     began_ns: int, opened_ns: int, threads: list[int],
 ) -> None:  # fmt: skip
@@ -424,19 +427,19 @@ def convert(
     Raises:
         InputError: `py-spy-failed`: it is no such file, or too large.
     """
-    if Path(source).stat().st_size > _MOST_BYTES:
+    if Path(source).stat().st_size > _MAX_BYTES:
         raise InputError("the recorded stacks are larger than anybody reads", slug="py-spy-failed")
     try:
         events = msgspec.json.decode(Path(source).read_bytes(), type=list[_Event])
     except msgspec.DecodeError as error:
         raise InputError(f"what py-spy wrote is not understood: {error}", slug="py-spy-failed") from error
     base_ns = max(began_ns, opened_ns - max((event.ts for event in events), default=0) * 1000)
-    named, frames, runs = _runs(events)
+    thread_names, frames, runs = _extract_runs(events)
     last = {run.thread: run for run in runs}
     period_ns = 10**9 // rate
     samples = []
     for run in sorted(runs):
-        ended = run is last[run.thread] and named[run.thread][0] not in threads
+        ended = run is last[run.thread] and thread_names[run.thread][0] not in threads
         first = max(base_ns + run.start, start_ns)
         length = min(base_ns + (run.start + period_ns if ended else run.end), end_ns) - first
         if length > 0:
@@ -444,7 +447,7 @@ def convert(
     document = {
         "format": "traceloom-stacks", "version": VERSION, "pid": pid, "rank": rank, "rate": rate,
         "threads": [
-            {"id": number, "name": name or ("MainThread" if number == pid else "")} for number, name in named
+            {"id": number, "name": name or ("MainThread" if number == pid else "")} for number, name in thread_names
         ],
         "frames": frames, "samples": samples,
     }  # fmt: skip
@@ -452,29 +455,29 @@ def convert(
     write_gzip(Path(target), lambda file: file.write(content), gzip=True)
 
 
-def _runs(events: list[_Event]) -> tuple[list[tuple[int, str]], list[Frame], list[_Run]]:
+def _extract_runs(events: list[_Event]) -> tuple[list[tuple[int, str]], list[Frame], list[_StackRun]]:
     """Threads (number of the kernel, name), frames, and what was seen of each thread."""
     threads: dict[int, int] = {}
-    named: list[tuple[int, str]] = []
+    thread_names: list[tuple[int, str]] = []
     numbers: dict[Frame, int] = {}
-    runs: list[_Run] = []
+    runs: list[_StackRun] = []
     stacks: dict[int, list[int]] = {}
     since: dict[int, int] = {}
     for event in events:
-        at = event.ts * 1000
+        at_ns = event.ts * 1000
         stack = stacks.setdefault(event.tid, [])
         thread = threads.get(event.tid)
-        if stack and thread is not None and at > since[event.tid]:
-            runs.append(_Run(since[event.tid], at, thread, tuple(stack)))
-        since[event.tid] = at
+        if stack and thread is not None and at_ns > since[event.tid]:
+            runs.append(_StackRun(since[event.tid], at_ns, thread, tuple(stack)))
+        since[event.tid] = at_ns
         if event.ph == "B":
-            if match := _THREAD.fullmatch(event.name) if not event.args.filename else None:
+            if match := _THREAD_NAME.fullmatch(event.name) if not event.args.filename else None:
                 if event.tid not in threads:
-                    threads[event.tid] = len(named)
-                    named.append((int(match[1], 16) if match[1] else int(match[2]), match[3] or ""))
+                    threads[event.tid] = len(thread_names)
+                    thread_names.append((int(match[1], 16) if match[1] else int(match[2]), match[3] or ""))
             else:
                 frame = Frame(event.name, event.args.filename, event.args.line)
                 stack.append(numbers.setdefault(frame, len(numbers)))
         else:
             del stack[-1:]  # of the thread itself, which ends last, nothing is left to delete
-    return named, list(numbers), runs
+    return thread_names, list(numbers), runs

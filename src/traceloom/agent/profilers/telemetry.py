@@ -14,15 +14,15 @@ import msgspec
 from isal import igzip
 
 from traceloom.agent.collectors.scheduler import Scheduler
-from traceloom.agent.metrics import METRICS, Series
+from traceloom.agent.metrics import METRICS, SeriesKey
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
-from traceloom.agent.snapshot import Board, Sheet
+from traceloom.agent.snapshot import CollectorResult, Snapshot
 
-VERSION = 1
-_MOST_VALUES = 4_000_000  # 64 MB: 1,000 series for more than six minutes
-_FAST_S = 2.0  # at once; renewed until the window is over
-_AGENT = ("agent_", "collector_")  # metrics about the agent itself
+FORMAT_VERSION = 1
+_MAX_VALUES = 4_000_000  # 64 MB: 1,000 series for more than six minutes
+_FAST_COLLECTION_S = 2.0  # at once; renewed until the window is over
+_AGENT_PREFIXES = ("agent_", "collector_")  # metrics about the agent itself
 
 
 class TelemetryProfiler:
@@ -39,8 +39,8 @@ class TelemetryProfiler:
 
     name = "telemetry"
 
-    def __init__(self, board: Board, scheduler: Scheduler, host: str) -> None:
-        self.board, self.scheduler, self.host = board, scheduler, host
+    def __init__(self, snapshot: Snapshot, scheduler: Scheduler, host: str) -> None:
+        self.board, self.scheduler, self.host = snapshot, scheduler, host
 
     def resources(self, process: Process) -> frozenset[str]:
         """It excludes nothing: the collectors run anyway."""
@@ -53,15 +53,15 @@ class TelemetryProfiler:
         Raises:
             ProfilerError: `no-duration`, `cannot-write`.
         """
-        over = window.over()
-        values: dict[Series, tuple[array[int], array[float]]] = {}
-        room = _MOST_VALUES
+        window_end = window.over()
+        values: dict[SeriesKey, tuple[array[int], array[float]]] = {}
+        room = _MAX_VALUES
 
-        def take(_collector: str, sheet: Sheet) -> None:
+        def take(_collector: str, sheet: CollectorResult) -> None:
             nonlocal room
-            allowed = allowed_labels(self.board, process)
+            allowed = select_job_labels(self.board, process)
             for series, value in sheet.values.items():
-                if room and is_wanted(series, allowed):
+                if room and is_relevant_series(series, allowed):
                     times, numbers = values.setdefault(series, (array("q"), array("d")))
                     times.append(sheet.at_ns)
                     numbers.append(value)
@@ -69,78 +69,84 @@ class TelemetryProfiler:
 
         try:
             await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
-            for name, sheet in self.board.sheets.items():
-                take(name, sheet)  # what was last known when it began: of slow collectors that is all there is
-            self.board.watchers.append(take)
-            while not over.done():
-                self.scheduler.fast(_FAST_S)
-                await asyncio.wait({over}, timeout=_FAST_S / 2)
+            for name, result in self.board.results.items():
+                take(name, result)  # what was last known when it began: of slow collectors that is all there is
+            self.board.listeners.append(take)
+            while not window_end.done():
+                self.scheduler.run_fast(_FAST_COLLECTION_S)
+                await asyncio.wait({window_end}, timeout=_FAST_COLLECTION_S / 2)
         finally:
-            over.cancel()
+            window_end.cancel()
             with contextlib.suppress(ValueError):  # it had not begun
-                self.board.watchers.remove(take)
-        start_ns, end_ns = await over
+                self.board.listeners.remove(take)
+        start_ns, end_ns = await window_end
         for series, (times, numbers) in list(values.items()):
             # With what was last known when it began.
-            kept = slice(max(bisect_right(times, start_ns) - 1, 0), bisect_right(times, end_ns))
-            values[series] = (times[kept], numbers[kept])
+            in_window = slice(max(bisect_right(times, start_ns) - 1, 0), bisect_right(times, end_ns))
+            values[series] = (times[in_window], numbers[in_window])
             if not values[series][0]:
                 del values[series]
-        return [await asyncio.to_thread(write, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0)]
+        return [
+            await asyncio.to_thread(write_series, directory / f"{stem}.telemetry.json.gz", self.host, values, room == 0)
+        ]
 
 
-def allowed_labels(board: Board, process: Process) -> Mapping[str, set[str]]:
+def select_job_labels(snapshot: Snapshot, process: Process) -> Mapping[str, set[str]]:
     """The values of labels that say whose a series is: those of the processes of the same job and user."""
-    same = [
+    job_processes = [
         other
-        for other in board.processes.values()
+        for other in snapshot.processes.values()
         if other.key == process.key
         or (process.owner.job and other.owner.job == process.owner.job and other.uid == process.uid)
     ] or [process]
     return {
-        "process": {other.key for other in same},
-        "job": {other.owner.job for other in same if other.owner.job},
-        "cgroup": {other.cgroup for other in same} | {""},
+        "process": {other.key for other in job_processes},
+        "job": {other.owner.job for other in job_processes if other.owner.job},
+        "cgroup": {other.cgroup for other in job_processes} | {""},
     }
 
 
-def is_wanted(series: Series, allowed: Mapping[str, set[str]]) -> bool:
+def is_relevant_series(series: SeriesKey, allowed: Mapping[str, set[str]]) -> bool:
     """Whether a series is kept: about the host, or about what is `allowed`; not about the agent itself."""
     name, labels = series
     metric = METRICS[name]
-    if metric.kind == "info" or name.startswith(_AGENT):
+    if metric.kind == "info" or name.startswith(_AGENT_PREFIXES):
         return False
     return all(
         label not in allowed or value in allowed[label] for label, value in zip(metric.labels, labels, strict=True)
     )
 
 
-def write(path: Path, host: str, values: Mapping[Series, tuple[array[int], array[float]]], cut: bool) -> Path:
+def write_series(
+    path: Path, host: str, values: Mapping[SeriesKey, tuple[array[int], array[float]]], truncated: bool
+) -> Path:
     """Put series, each with times in ns and values, into a new file; returns its path.
 
     Args:
         path: `STEM.telemetry.json.gz`.
         host: Its name.
         values: Series -> times and values, of equal lengths.
-        cut: There was more.
+        truncated: There was more.
 
     Raises:
         ProfilerError: `cannot-write`.
     """
     # Series after series, so that the interpreter is never held for long.
-    head = msgspec.json.encode({"format": "traceloom-telemetry", "version": VERSION, "host": host, "cut": cut})
+    header = msgspec.json.encode(
+        {"format": "traceloom-telemetry", "version": FORMAT_VERSION, "host": host, "cut": truncated}
+    )
     try:
-        with path.open("xb") as file, igzip.IGzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
-            packed.write(head[:-1] + b',"series":[')
-            for at, ((name, labels), (times, numbers)) in enumerate(sorted(values.items())):
+        with path.open("xb") as file, igzip.IGzipFile(filename="", fileobj=file, mode="wb", mtime=0) as gzip_file:
+            gzip_file.write(header[:-1] + b',"series":[')
+            for index, ((name, labels), (times, numbers)) in enumerate(sorted(values.items())):
                 metric = METRICS[name]
                 series = {
                     "metric": metric.full_name, "unit": metric.unit, "kind": metric.kind,
                     "labels": {label: text for label, text in zip(metric.labels, labels, strict=True) if text},
                     "times_ns": list(times), "values": list(numbers),
                 }  # fmt: skip
-                packed.write((b"," if at else b"") + msgspec.json.encode(series))
-            packed.write(b"]}")
+                gzip_file.write((b"," if index else b"") + msgspec.json.encode(series))
+            gzip_file.write(b"]}")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ProfilerError(f"the file cannot be written: {reason}", slug="cannot-write", where=str(path)) from error

@@ -20,17 +20,17 @@ import msgspec
 
 from traceloom.agent import worker
 from traceloom.agent.kineto.protocol import TraceConfiguration
-from traceloom.agent.kineto.server import Offer, ProfilerClient, ProfilerRegistry, is_alive
+from traceloom.agent.kineto.server import PendingConfiguration, ProfilerClient, ProfilerRegistry, is_same_process_alive
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
-from traceloom.agent.traces.files import drop
+from traceloom.agent.traces.files import delete_output
 from traceloom.agent.traces.requests import State
 from traceloom.errors import TraceloomError
 
 # libkineto looks at a start time a second or two after it was told, and drops one that has passed; what it drops so it
 # leaves half done, which can kill its process at the end.
-AHEAD_S = 3.0
-_USUAL_AHEAD_S = 2.0  # its own, where no start is named
+START_LEAD_S = 3.0
+_TYPICAL_LEAD_S = 2.0  # its own, where no start is named
 _GRACE_S = 3.0  # for a busy machine
 _SLOW_STEP_S = 30.0  # it begins with a step, and steps may be slow
 _FALLBACK_MS = 100  # of a trace by steps that libkineto makes one by time, as the process has not stepped yet
@@ -38,13 +38,13 @@ _FALLBACK_MS = 100  # of a trace by steps that libkineto makes one by time, as t
 _SHORTEST_S, _MARGIN = 0.5, 3.0
 _FIRST_GUESS_S = 1.0  # of how long the steps of several ranks take together
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
-_LOOK_S = 0.1
-_KEEP_S = 600.0
+_POLL_S = 0.1
+_STORE_TIMEOUT_S = 600.0
 _IMPORT_S = 20.0  # a process polls while it still imports PyTorch
 _BACK_OFF_S = 3.0  # between tries of a process that does not step yet
 
 
-class Tell(Protocol):
+class StatusReporter(Protocol):
     """Takes the news of a target."""
 
     def __call__(self, state: State, reason: str = "", detail: str = "", **facts: Any) -> Awaitable[None]:
@@ -79,7 +79,7 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     start_ns: int | None = None
     attempt: int = 1
     steps_per_second: Callable[[str], float | None] = lambda _: None
-    start: CommonStart | None = None
+    start: StartBarrier | None = None
     at_step: int = 0
     steps_made: Callable[[str], int | None] = lambda _: None
 
@@ -88,7 +88,7 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
         return f"{self.trace_id}.{attempt}.trace"
 
 
-class CommonStart:
+class StartBarrier:
     """The instant at which all processes of a request begin: named once all are ready that can be.
 
     Those that have to begin once more meet again: each round has an instant of its own.
@@ -140,8 +140,8 @@ class TimelineProfiler:
 
     name = "timeline"
 
-    def __init__(self, registry: ProfilerRegistry, order: TimelineOrder, tell: Tell) -> None:
-        self.registry, self.order, self.tell = registry, order, tell
+    def __init__(self, registry: ProfilerRegistry, order: TimelineOrder, report_status: StatusReporter) -> None:
+        self.registry, self.order, self.tell = registry, order, report_status
 
     def resources(self, process: Process) -> frozenset[str]:
         """PyTorch's profiler takes one request at a time."""
@@ -157,33 +157,36 @@ class TimelineProfiler:
         path = directory / f"{stem}.kineto.json.gz"
         order = self.order
         waited_until = time.monotonic() + order.wait_s
-        by_time = window.steps is None or order.start is not None
+        is_timed = window.steps is None or order.start is not None
         seconds = window.duration_s
-        if by_time and window.steps is not None:
+        if is_timed and window.steps is not None:
             rate = order.steps_per_second(process.key)
             seconds = max(_MARGIN * (window.steps + 1) / rate, _SHORTEST_S) if rate else _FIRST_GUESS_S
             seconds = min(order.most_seconds, seconds)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
-        if resumed in ("written", "verified") and not _Watch(order.incoming, self.order.name(attempt)).written():
+        if (
+            resumed in ("written", "verified")
+            and not _TraceFileWatch(order.incoming, self.order.name(attempt)).written()
+        ):
             resumed, order.start_ns = "queued", None  # it was thrown away, and the agent killed before it said why
         try:
             while True:
                 try:
-                    written_ns = await self._write(process, window, seconds if by_time else None, attempt, resumed,
+                    written_ns = await self._write(process, window, seconds if is_timed else None, attempt, resumed,
                                                    waited_until)  # fmt: skip
-                    facts = await keep(
-                        order, process.uid, window, seconds if by_time else None, attempt, path, written_ns
+                    facts = await store_trace(
+                        order, process.uid, window, seconds if is_timed else None, attempt, path, written_ns
                     )
                     if written_ns is not None:
                         facts["skew_ns"] = facts["window_start_ns"] - written_ns
                     self.tell("verified", **facts)
                 except ProfilerError as error:  # noqa: PERF203  (it is tried again)
-                    drop(self.order.incoming, self.order.name(attempt))
+                    delete_output(self.order.incoming, self.order.name(attempt))
                     if error.slug == "not-stepping":
                         if time.monotonic() + _BACK_OFF_S > waited_until:
                             raise
-                        if by_time and seconds is not None:
+                        if is_timed and seconds is not None:
                             seconds = min(order.most_seconds, 2 * seconds)
                     elif error.slug not in retried and (
                         error.slug in ("cancelled-by-program", "empty")
@@ -204,7 +207,7 @@ class TimelineProfiler:
                 else:
                     # An agent that is killed before this is on disk looks at the file once more.
                     await self.tell("kept", **facts, file=path.name)
-                    drop(self.order.incoming, self.order.name(attempt))
+                    delete_output(self.order.incoming, self.order.name(attempt))
                     return [path]
         finally:
             self.registry.offers.pop(process.key, None)
@@ -218,7 +221,7 @@ class TimelineProfiler:
         order = self.order
         name = order.name(attempt)
         start_ns = order.start_ns
-        watch = _Watch(self.order.incoming, name)
+        watch = _TraceFileWatch(self.order.incoming, name)
         if watch.written():
             return start_ns
         # Where an instant was named it may have been handed over, and an agent that was killed did not write that down.
@@ -226,7 +229,7 @@ class TimelineProfiler:
             client = await self._ready(process, window, until)
             if self.order.start is not None:
                 self.tell("queued", "not-all-ready", "waits until all processes of the request are ready")
-                start_ns = await self.order.start.ready(process.key, AHEAD_S + client.interval_s + 1.0)
+                start_ns = await self.order.start.ready(process.key, START_LEAD_S + client.interval_s + 1.0)
                 self.tell("queued", start_ns=start_ns)
             configuration = TraceConfiguration(
                 path=str(order.incoming / order.name(attempt)),
@@ -243,10 +246,10 @@ class TimelineProfiler:
                 modules=order.modules,
             )
             await self._deliver(process, window, configuration, start_ns, until)
-        begin_s = max(0.0, (start_ns or 0) / 1e9 - time.time()) if start_ns else _USUAL_AHEAD_S
+        begin_s = max(0.0, (start_ns or 0) / 1e9 - time.time()) if start_ns else _TYPICAL_LEAD_S
         if seconds is None:
-            made, rate = order.steps_made(process.key), order.steps_per_second(process.key)
-            ahead = max(order.at_step - made, 0) if made is not None else 0
+            steps_made, rate = order.steps_made(process.key), order.steps_per_second(process.key)
+            ahead = max(order.at_step - steps_made, 0) if steps_made is not None else 0
             begin_s = _SLOW_STEP_S + (ahead / rate if rate else 0.0)
         await self._collected(process, watch, begin_s, seconds or self.order.most_seconds)
         return start_ns
@@ -264,7 +267,7 @@ class TimelineProfiler:
             self._check_alive(process)
             if time.monotonic() > until:
                 raise ProfilerError(detail, slug="not-registered" if reason == "not-registered" else "expired")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def _hindrance(self, process: Process, window: Window) -> tuple[str, str]:
         """What a process that is to be told waits for, and the sentence; "" where it is ready."""
@@ -287,30 +290,30 @@ class TimelineProfiler:
         delivered = asyncio.Event()
 
         def offered(_client: ProfilerClient) -> str:
-            late = start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns
+            late = start_ns is not None and time.time_ns() + int(START_LEAD_S * 1e9) > start_ns
             return "" if late else text
 
-        self.registry.offers[process.key] = Offer(text=offered, delivered=delivered.set)
+        self.registry.offers[process.key] = PendingConfiguration(text=offered, delivered=delivered.set)
         last_reason = ""
         while not delivered.is_set():
             reason, detail = self._hindrance(process, window)
             if reason != last_reason:
                 self.tell("queued", reason, detail)
                 last_reason = reason
-            if start_ns is not None and time.time_ns() + int(AHEAD_S * 1e9) > start_ns:
+            if start_ns is not None and time.time_ns() + int(START_LEAD_S * 1e9) > start_ns:
                 raise ProfilerError("it did not poll early enough before the common start", slug="expired")
             if start_ns is None and time.monotonic() > until:
                 raise ProfilerError(detail or "it did not become ready in time", slug="expired")
             self._check_alive(process)
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(delivered.wait(), _LOOK_S)
+                await asyncio.wait_for(delivered.wait(), _POLL_S)
         self.tell("delivered")
 
-    async def _collected(self, process: Process, watch: _Watch, begin_s: float, seconds: float) -> None:
+    async def _collected(self, process: Process, watch: _TraceFileWatch, begin_s: float, seconds: float) -> None:
         """Watch polls and the file until it has its name."""
         began = time.monotonic()
         quiet_until, deadline = began + begin_s + _GRACE_S, began + begin_s + seconds + _DRAIN_S
-        polls = _Polls(process.key, quiet_until)
+        polls = _PollTracker(process.key, quiet_until)
         self.registry.listeners.append(polls)
         accepted = False
         try:
@@ -327,18 +330,20 @@ class TimelineProfiler:
                 if time.monotonic() > deadline:
                     raise ProfilerError("no whole trace was written in time", slug="deadline")
                 self._check_alive(process, watch)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         finally:
             self.registry.listeners.remove(polls)
         self.tell("written")
 
-    def _check_alive(self, process: Process, watch: _Watch | None = None) -> None:
-        if is_alive(self.registry.proc, process.pid, process.start_ticks) or (watch is not None and watch.written()):
+    def _check_alive(self, process: Process, watch: _TraceFileWatch | None = None) -> None:
+        if is_same_process_alive(self.registry.proc, process.pid, process.start_ticks) or (
+            watch is not None and watch.written()
+        ):
             return
         raise ProfilerError("the process has ended", slug="exited")
 
 
-async def keep(  # noqa: PLR0917  (of one try)
+async def store_trace(  # noqa: PLR0917  (of one try)
     order: TimelineOrder, uid: int, window: Window, seconds: float | None, attempt: int, path: Path,
     start_ns: int | None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -349,15 +354,15 @@ async def keep(  # noqa: PLR0917  (of one try)
             `task-failed`.
     """
     task = partial(
-        worker.run, "keep-trace", timeout_s=_KEEP_S, folder=str(order.incoming), name=order.name(attempt), uid=uid,
+        worker.run, "keep-trace", timeout_s=_STORE_TIMEOUT_S, folder=str(order.incoming), name=order.name(attempt), uid=uid,
         to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,
         most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns,
         duration_s=seconds, steps=window.steps,
     )  # fmt: skip
-    return await map_if_large(task)
+    return await run_store_task(task)
 
 
-async def map_if_large(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+async def run_store_task(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run a task of keeping in a thread; the facts of the kept file, or the fault as an error."""
     try:
         facts = await asyncio.to_thread(task)
@@ -368,11 +373,11 @@ async def map_if_large(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return facts
 
 
-class _Watch:
+class _TraceFileWatch:
     """The file that libkineto writes: it has another name until it is whole."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._whole, self._part = folder / name, folder / f"{name}.tmp"
+    def __init__(self, directory: Path, name: str) -> None:
+        self._whole, self._part = directory / name, directory / f"{name}.tmp"
 
     def begun(self) -> bool:
         return os.path.lexists(self._part)
@@ -381,7 +386,7 @@ class _Watch:
         return os.path.lexists(self._whole)
 
 
-class _Polls:
+class _PollTracker:
     """What the polls of a process say after it was told: busy or idle; idle ones count from an instant on."""
 
     def __init__(self, key: str, quiet_until: float) -> None:

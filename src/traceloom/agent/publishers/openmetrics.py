@@ -20,24 +20,24 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from traceloom.agent.accelerators.backend import Device, DeviceProcess
 from traceloom.agent.config import Config
-from traceloom.agent.metrics import METRICS, Histogram, Metric, Series
+from traceloom.agent.metrics import METRICS, HistogramReading, Metric, SeriesKey
 from traceloom.agent.ownership.model import Process
 
 
-def dcgm_families(board: Readable, host: str) -> list[Family]:
+def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
     """Families under the names of dcgm-exporter; series whose device is not known any more are left out."""
-    labels = device_labels(board, host)
+    labels = build_device_labels(board, host)
     out: dict[str, Family] = {}
     for (name, values), value, _ in board.values():
         metric = METRICS[name]
-        if not metric.dcgm:
+        if not metric.dcgm_aliases:
             continue
-        of_series = dict(zip(metric.labels, values, strict=True))
-        device = labels.get(of_series.get("device", ""))
+        series_labels = dict(zip(metric.labels, values, strict=True))
+        device = labels.get(series_labels.get("device", ""))
         if device is None:
             continue
-        for alias in metric.dcgm:
-            if any(of_series.get(label) != wanted for label, wanted in alias.where):
+        for alias in metric.dcgm_aliases:
+            if any(series_labels.get(label) != expected for label, expected in alias.where):
                 continue
             family = out.get(alias.name)
             if family is None:
@@ -47,28 +47,30 @@ def dcgm_families(board: Readable, host: str) -> list[Family]:
     return list(out.values())
 
 
-def device_labels(board: Readable, host: str) -> dict[str, dict[str, str]]:
+def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
     """The labels of each device: of a partition those of the device it is part of, with its profile and number.
 
     Pod, container and job are named where a device has exactly those of one: a series for each would count it twice.
     """
     owners: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
     for process in board.processes.values():
-        of = process.owner
-        scheduled = of.job.partition("-")[2] if of.scheduler in ("slurm", "pbs", "lsf", "flux") else ""
+        process_owner = process.owner
+        scheduled = (
+            process_owner.job.partition("-")[2] if process_owner.scheduler in ("slurm", "pbs", "lsf", "flux") else ""
+        )
         for uuid in {*process.devices, *process.owner.devices}:
-            owners[uuid].add((of.pod, of.namespace, of.container, scheduled))
+            owners[uuid].add((process_owner.pod, process_owner.namespace, process_owner.container, scheduled))
     out = {}
     for uuid, device in board.devices.items():
-        whole = board.devices.get(device.parent, device)
+        physical_device = board.devices.get(device.parent, device)
         labels = {
-            "gpu": whole.index,
-            "UUID": whole.uuid,
-            "pci_bus_id": whole.pci,
-            "device": f"nvidia{whole.index}",
-            "modelName": whole.model,
+            "gpu": physical_device.index,
+            "UUID": physical_device.uuid,
+            "pci_bus_id": physical_device.pci,
+            "device": f"nvidia{physical_device.index}",
+            "modelName": physical_device.model,
             "Hostname": host,
-            "DCGM_FI_DRIVER_VERSION": whole.driver,
+            "DCGM_FI_DRIVER_VERSION": physical_device.driver,
         }
         if device.parent:
             profile, *numbers = device.partition.split()
@@ -84,7 +86,7 @@ def device_labels(board: Readable, host: str) -> dict[str, dict[str, str]]:
     return out
 
 
-class Readable(Protocol):
+class ReadableSnapshot(Protocol):
     """The board, or as much of it as somebody may see."""
 
     @property
@@ -99,14 +101,14 @@ class Readable(Protocol):
     def processes(self) -> Mapping[str, Process]:
         """By their key."""
 
-    def values(self) -> Iterator[tuple[Series, float, int]]:
+    def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
         """Every series, its value and its time."""
 
-    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+    def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
         """Every histogram and its time."""
 
 
-class Families:
+class FamilyCollector:
     """What prometheus_client calls a collector: families of metrics with their samples."""
 
     def __init__(self, families: list[Family]) -> None:
@@ -117,7 +119,7 @@ class Families:
         return self.families
 
 
-def render(board: Readable, config: Config, accept: str = "") -> tuple[bytes, str]:
+def render_openmetrics(board: ReadableSnapshot, config: Config, accept: str = "") -> tuple[bytes, str]:
     """The text of all series, and its media type.
 
     Args:
@@ -125,16 +127,16 @@ def render(board: Readable, config: Config, accept: str = "") -> tuple[bytes, st
         config: With `dcgm` in `compat` the names of dcgm-exporter follow ours.
         accept: The scraper's `Accept` header; without OpenMetrics in it, the plain text format.
     """
-    collected = families(board)
+    collected = build_families(board)
     if "dcgm" in config.compat:
-        collected += dcgm_families(board, config.host_name)
-    registry = Families(collected)
-    if prefers_openmetrics(accept):
+        collected += build_dcgm_families(board, config.host_name)
+    registry = FamilyCollector(collected)
+    if is_openmetrics_preferred(accept):
         return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-def prefers_openmetrics(accept: str) -> bool:
+def is_openmetrics_preferred(accept: str) -> bool:
     """Whether an `Accept` header likes OpenMetrics at least as well as any other kind of text."""
     weights: dict[str, float] = {}
     for choice in accept.split(","):
@@ -148,32 +150,32 @@ def prefers_openmetrics(accept: str) -> bool:
     return weight > 0 and weight >= max((weights.get(kind, 0.0) for kind in ("text/plain", "*/*")), default=0.0)
 
 
-def families(board: Readable) -> list[Family]:
+def build_families(board: ReadableSnapshot) -> list[Family]:
     """A family for each metric that has series, in the order in which metrics are declared."""
-    by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    values_by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for (name, labels), value, _ in board.values():
-        by_metric[name][labels] = value  # a series stands there once, whoever delivers it
-    histograms: dict[str, list[Histogram]] = defaultdict(list)
+        values_by_metric[name][labels] = value  # a series stands there once, whoever delivers it
+    histograms: dict[str, list[HistogramReading]] = defaultdict(list)
     for histogram, _ in board.histograms():
         histograms[histogram.metric].append(histogram)
     out = []
     for name, metric in METRICS.items():
-        if name not in by_metric and name not in histograms:
+        if name not in values_by_metric and name not in histograms:
             continue
         family = Family(metric.full_name.removesuffix("_total").removesuffix("_info"), metric.help, metric.kind)
         family.unit = metric.unit
-        for values, value in by_metric[name].items():
-            family.add_sample(metric.full_name, _labels(metric, values), value)
+        for values, value in values_by_metric[name].items():
+            family.add_sample(metric.full_name, _build_labels(metric, values), value)
         for histogram in histograms[name]:
-            of = _labels(metric, histogram.labels)
+            histogram_labels = _build_labels(metric, histogram.labels)
             for bound, count in zip((*metric.bounds, math.inf), (*histogram.counts, histogram.number), strict=True):
-                below = "+Inf" if bound == math.inf else repr(bound)
-                family.add_sample(f"{metric.full_name}_bucket", {**of, "le": below}, count)
-            family.add_sample(f"{metric.full_name}_count", of, histogram.number)
-            family.add_sample(f"{metric.full_name}_sum", of, histogram.total)
+                bound_text = "+Inf" if bound == math.inf else repr(bound)
+                family.add_sample(f"{metric.full_name}_bucket", {**histogram_labels, "le": bound_text}, count)
+            family.add_sample(f"{metric.full_name}_count", histogram_labels, histogram.number)
+            family.add_sample(f"{metric.full_name}_sum", histogram_labels, histogram.total)
         out.append(family)
     return out
 
 
-def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+def _build_labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
     return {label: value for label, value in zip(metric.labels, values, strict=True) if value}

@@ -19,15 +19,15 @@ from urllib.parse import urlsplit
 
 from traceloom import __version__
 from traceloom.agent.config import Config
-from traceloom.agent.metrics import METRICS, Metric, Series
-from traceloom.agent.snapshot import Board
+from traceloom.agent.metrics import METRICS, Metric, SeriesKey
+from traceloom.agent.snapshot import Snapshot
 from traceloom.errors import InputError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricsData
 
-_OWN_COUNTS = ("job_", "step_", "dataloader_", "collector_", "agent_")  # begin with the agent
-_KINDS = {"gpu_": "gpu", "rdma_": "network"}  # what `hw.type` is
+_AGENT_COUNTERS = ("job_", "step_", "dataloader_", "collector_", "agent_")  # begin with the agent
+_HARDWARE_TYPES = {"gpu_": "gpu", "rdma_": "network"}  # what `hw.type` is
 
 
 class OtlpPublisher:
@@ -41,7 +41,7 @@ class OtlpPublisher:
         self.failures = 0
         self.trouble = ""
         self._exporter: MetricExporter | None = None
-        self._log = _LastWords()
+        self._log = _LastMessageHandler()
 
     def start(self) -> None:
         """Load the SDK.
@@ -65,14 +65,16 @@ class OtlpPublisher:
         )
         self._exporter = OTLPMetricExporter(endpoint, headers=otlp.headers, timeout=otlp.timeout)
 
-    def put(self, board: Board) -> None:
+    def put(self, board: Snapshot) -> None:
         """Send all of it; blocks, so it is called in a thread."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         if self._exporter is None:
             return
         self._log.words = ""
-        result = self._exporter.export(metrics_data(board, self.config), timeout_millis=1000 * self.config.otlp.timeout)
+        result = self._exporter.export(
+            build_metrics_data(board, self.config), timeout_millis=1000 * self.config.otlp.timeout
+        )
         if result is MetricExportResult.SUCCESS:
             self.trouble = ""
         else:
@@ -86,7 +88,7 @@ class OtlpPublisher:
         logging.getLogger("opentelemetry.exporter").removeHandler(self._log)
 
 
-class _LastWords(logging.Handler):
+class _LastMessageHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.words = ""
@@ -95,7 +97,7 @@ class _LastWords(logging.Handler):
         self.words = record.getMessage()
 
 
-def metrics_data(board: Board, config: Config) -> MetricsData:
+def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
     """The board in the structures of the SDK: cumulative sums with the time they count from, gauges, histograms.
 
     Metrics that share a name in the conventions (`hw.errors` of GPUs and of RDMA ports) are one, told apart by
@@ -105,7 +107,7 @@ def metrics_data(board: Board, config: Config) -> MetricsData:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-    by_name: dict[str, tuple[Metric, list[export.NumberDataPoint]]] = {}
+    points_by_name: dict[str, tuple[Metric, list[export.NumberDataPoint]]] = {}
     booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     for series, value, at_ns in board.values():
         metric = METRICS[series[0]]
@@ -116,21 +118,21 @@ def metrics_data(board: Board, config: Config) -> MetricsData:
             process = board.processes.get(series[1][metric.labels.index("process")])
             start_ns = process.started_ns if process else board.started_ns
         elif metric.kind == "counter":
-            start_ns = board.started_ns if metric.name.startswith(_OWN_COUNTS) else booted_ns
-        name = metric.opentelemetry or "traceloom." + metric.name.replace("_", ".")
-        point = export.NumberDataPoint(_attributes(series, board), start_ns, at_ns, value)
-        by_name.setdefault(name, (metric, []))[1].append(point)
+            start_ns = board.started_ns if metric.name.startswith(_AGENT_COUNTERS) else booted_ns
+        name = metric.opentelemetry_name or "traceloom." + metric.name.replace("_", ".")
+        point = export.NumberDataPoint(_build_attributes(series, board), start_ns, at_ns, value)
+        points_by_name.setdefault(name, (metric, []))[1].append(point)
     cumulative = export.AggregationTemporality.CUMULATIVE
     metrics = [
         export.Metric(
             name, metric.help, metric.opentelemetry_unit or "1",
             export.Sum(rows, cumulative, is_monotonic=True) if metric.kind == "counter" else export.Gauge(rows),
         )
-        for name, (metric, rows) in by_name.items()
+        for name, (metric, rows) in points_by_name.items()
     ]  # fmt: skip
     histograms: dict[str, list[export.HistogramDataPoint]] = defaultdict(list)
     for histogram, at_ns in board.histograms():
-        attributes = _attributes((histogram.metric, histogram.labels), board)
+        attributes = _build_attributes((histogram.metric, histogram.labels), board)
         cumulated = (0, *histogram.counts, histogram.number)
         counts = [later - earlier for earlier, later in pairwise(cumulated)]
         histograms[histogram.metric].append(
@@ -149,7 +151,7 @@ def metrics_data(board: Board, config: Config) -> MetricsData:
     for name, rows in histograms.items():
         metric = METRICS[name]
         data = export.Histogram(rows, cumulative)
-        metrics.append(export.Metric(metric.opentelemetry, metric.help, metric.opentelemetry_unit, data))
+        metrics.append(export.Metric(metric.opentelemetry_name, metric.help, metric.opentelemetry_unit, data))
     identity = ""
     with contextlib.suppress(OSError):
         identity = Path("/etc/machine-id").read_text(encoding="ascii").strip()
@@ -161,7 +163,7 @@ def metrics_data(board: Board, config: Config) -> MetricsData:
     return export.MetricsData([export.ResourceMetrics(Resource(resource), [scope], "")])
 
 
-def _attributes(series: Series, board: Board) -> dict[str, str]:
+def _build_attributes(series: SeriesKey, board: Snapshot) -> dict[str, str]:
     metric = METRICS[series[0]]
     labels = {label: value for label, value in zip(metric.labels, series[1], strict=True) if value}
     names = dict(metric.attributes)
@@ -169,7 +171,7 @@ def _attributes(series: Series, board: Board) -> dict[str, str]:
         **dict(metric.constants),
         **{names.get(label, f"traceloom.{label}"): value for label, value in labels.items()},
     }
-    kind = next((kind for prefix, kind in _KINDS.items() if metric.name.startswith(prefix)), "")
+    kind = next((kind for prefix, kind in _HARDWARE_TYPES.items() if metric.name.startswith(prefix)), "")
     if kind:
         out["hw.type"] = kind
     if kind == "gpu" and (device := board.devices.get(labels["device"])):

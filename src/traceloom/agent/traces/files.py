@@ -29,14 +29,14 @@ import msgspec
 from isal import igzip
 
 from traceloom.errors import InputError, OutputError
-from traceloom.system.files import sha256_of
+from traceloom.system.files import compute_sha256
 
-INCOMING = "incoming"
-_HANGS = "hangs"
-_LEFT_OVER_S = 3600.0
+INCOMING_DIRECTORY = "incoming"
+_HANGS_DIRECTORY = "hangs"
+_STALE_AFTER_S = 3600.0
 
 
-class Places:
+class TraceDirectories:
     """The directories below the root; blocks, so it is called in a thread.
 
     Args:
@@ -48,7 +48,7 @@ class Places:
 
     def incoming(self, uid: int) -> Path:
         """Where the processes of a user write."""
-        return self.root / str(uid) / INCOMING
+        return self.root / str(uid) / INCOMING_DIRECTORY
 
     def of_request(self, uid: int, request: str) -> Path:
         """Where the result of a request lies."""
@@ -60,7 +60,7 @@ class Places:
         Raises:
             OutputError: `cannot-write`.
         """
-        with _writing(self.root):
+        with _report_write_errors(self.root):
             self._make(uid, self.of_request(uid, request))
             path = self.incoming(uid)
             with contextlib.suppress(FileExistsError):
@@ -75,7 +75,7 @@ class Places:
 
     def hangs(self, uid: int) -> Path:
         """Where the bundles of a user's jobs that hang lie."""
-        return self.root / str(uid) / _HANGS
+        return self.root / str(uid) / _HANGS_DIRECTORY
 
     def prepare_hang(self, uid: int, hang: str) -> Path:
         """Make the directory of a bundle.
@@ -84,7 +84,7 @@ class Places:
             OutputError: `cannot-write`.
         """
         path = self.hangs(uid) / hang
-        with _writing(self.root):
+        with _report_write_errors(self.root):
             self._make(uid, path.parent, path)
         return path
 
@@ -96,7 +96,7 @@ class Places:
         """
         if os.geteuid() == uid:
             return
-        with _writing(self.root), _opened(directory) as handle:
+        with _report_write_errors(self.root), _open_directory(directory) as handle:
             for name in os.listdir(handle):  # noqa: PTH208  (of what is open, whatever has its name)
                 os.chown(name, uid, -1, dir_fd=handle, follow_symlinks=False)
             os.fchown(handle, uid, -1)
@@ -116,26 +116,26 @@ class Places:
 
     def sweep(self) -> None:
         """Delete what was left in the directories of users: traces that nobody waits for any more."""
-        old = time.time() - _LEFT_OVER_S
+        old = time.time() - _STALE_AFTER_S
         with contextlib.suppress(OSError):
             for path in self.root.iterdir():
-                folder = path / INCOMING
-                with contextlib.suppress(OSError), _opened(folder) as handle, os.scandir(handle) as entries:
+                directory = path / INCOMING_DIRECTORY
+                with contextlib.suppress(OSError), _open_directory(directory) as handle, os.scandir(handle) as entries:
                     for entry in entries:
                         with contextlib.suppress(OSError):  # a directory, or gone meanwhile
                             if entry.stat(follow_symlinks=False).st_mtime < old:
                                 os.unlink(entry.name, dir_fd=handle)
 
 
-def drop(folder: Path, name: str) -> None:
+def delete_output(directory: Path, name: str) -> None:
     """Delete what a process wrote under a name, whole or not; no link is followed."""
     for part in (name, f"{name}.tmp"):
-        with contextlib.suppress(OSError), _opened(folder) as handle:
+        with contextlib.suppress(OSError), _open_directory(directory) as handle:
             os.unlink(part, dir_fd=handle)
 
 
 @contextlib.contextmanager
-def _writing(root: Path) -> Iterator[None]:
+def _report_write_errors(root: Path) -> Iterator[None]:
     """Say what could not be written."""
     try:
         yield
@@ -148,21 +148,21 @@ def _writing(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _open_directory(directory: Path) -> Iterator[int]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield handle
     finally:
         os.close(handle)
 
 
-_PIECE = 1 << 20
-_LEVEL = 2
+_CHUNK_BYTES = 1 << 20
+_COMPRESSION_LEVEL = 2
 _SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
 _LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
-_ROOM_BYTES = 1 << 30  # of addresses, for the interpreter and its libraries
-_MOST_TIMES = 8  # as much as the file has a trace may need as objects; one made to need more is refused
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_BASE_MEMORY_BYTES = 1 << 30  # of addresses, for the interpreter and its libraries
+_MEMORY_FACTOR = 8  # as much as the file has a trace may need as objects; one made to need more is refused
+_DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _Operator(msgspec.Struct):
@@ -185,7 +185,7 @@ class _FaultError(Exception):
         self.slug = slug
 
 
-def keep(
+def verify_and_store(
     *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int, trace_id: str,
     start_ns: int | None, duration_s: float | None, steps: int | None, most_result_bytes: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -213,13 +213,13 @@ def keep(
 
     def kept() -> dict[str, Any]:
         _copy(folder, name, uid, most_bytes, copy)
-        facts = _verified(copy, trace_id, start_ns, duration_s, steps)
-        return facts | _compressed(copy, target, most_kept_bytes, most_result_bytes)
+        facts = _verify_trace(copy, trace_id, start_ns, duration_s, steps)
+        return facts | _compress_trace(copy, target, most_kept_bytes, most_result_bytes)
 
-    return _facts_or_fault(kept, copy)
+    return _return_facts_or_fault(kept, copy)
 
 
-def keep_memory(
+def verify_and_store_memory(
     *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int
 ) -> dict[str, Any]:  # fmt: skip
     """Verify a memory snapshot, and keep it as `to`: it is a stranger's pickle, of which nothing is run.
@@ -244,27 +244,27 @@ def keep_memory(
         _copy(folder, name, uid, most_bytes, copy)
         read_snapshot(copy)
         size = copy.stat().st_size
-        if _kept_bytes(target) + size > most_kept_bytes:
+        if _count_stored_bytes(target) + size > most_kept_bytes:
             raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
         with copy.open("rb") as reader:
-            digest = sha256_of(reader)
+            digest = compute_sha256(reader)
         copy.replace(target)
         return {"bytes": size, "sha256": digest}
 
-    return _facts_or_fault(kept, copy)
+    return _return_facts_or_fault(kept, copy)
 
 
-def _facts_or_fault(kept: Callable[[], dict[str, Any]], copy: Path) -> dict[str, Any]:
+def _return_facts_or_fault(store: Callable[[], dict[str, Any]], copy: Path) -> dict[str, Any]:
     """What is kept, or why nothing is; the copy that it was read from goes in any case."""
     try:
-        return kept()
+        return store()
     except _FaultError as fault:
         return {"fault": fault.slug, "detail": str(fault)}
     except InputError as error:
         return {"fault": error.slug, "detail": error.message}
     except OSError as error:
         return {
-            "fault": "disk-full" if error.errno in _FULL else "cannot-write",
+            "fault": "disk-full" if error.errno in _DISK_FULL_ERRORS else "cannot-write",
             "detail": (error.strerror or str(error)).lower(),
         }
     finally:
@@ -272,9 +272,9 @@ def _facts_or_fault(kept: Callable[[], dict[str, Any]], copy: Path) -> dict[str,
             copy.unlink(missing_ok=True)
 
 
-def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:
+def _copy(source_directory: str, name: str, uid: int, max_bytes: int, copy: Path) -> None:
     try:
-        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        directory = os.open(source_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
         finally:
@@ -287,22 +287,27 @@ def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None
         status = os.fstat(source)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_nlink != 1:
             raise _FaultError(slug="foreign-file", detail=f"it is no file of user {uid} with one name")
-        left = most_bytes
-        while piece := reader.read(min(_PIECE, left + 1)):
-            left -= len(piece)
-            if left < 0:
-                raise _FaultError(slug="quota", detail=f"it is larger than {most_bytes:,} bytes")
-            writer.write(piece)
+        remaining = max_bytes
+        while chunk := reader.read(min(_CHUNK_BYTES, remaining + 1)):
+            remaining -= len(chunk)
+            if remaining < 0:
+                raise _FaultError(slug="quota", detail=f"it is larger than {max_bytes:,} bytes")
+            writer.write(chunk)
 
 
-def _verified(
+def _verify_trace(
     path: Path, trace_id: str, start_ns: int | None, duration_s: float | None, steps: int | None
 ) -> dict[str, Any]:
     if not path.stat().st_size:
         raise _FaultError(slug="damaged", detail="it holds nothing")
     # A user's process must not make this one take the host's memory, and with it other users' jobs.
-    most, hard = _ROOM_BYTES + _MOST_TIMES * path.stat().st_size, resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    memory_limit, hard = (
+        _BASE_MEMORY_BYTES + _MEMORY_FACTOR * path.stat().st_size,
+        resource.getrlimit(resource.RLIMIT_AS)[1],
+    )
+    resource.setrlimit(
+        resource.RLIMIT_AS, (memory_limit if hard == resource.RLIM_INFINITY else min(memory_limit, hard), hard)
+    )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         try:
             trace = msgspec.json.decode(memoryview(text), type=_Trace)
@@ -344,23 +349,25 @@ def _verified(
     return {"operators": operators, "steps": count, "window_start_ns": began_ns, "window_end_ns": ended_ns}
 
 
-def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_bytes: int | None) -> dict[str, Any]:
-    kept = _kept_bytes(target)
+def _compress_trace(copy: Path, target: Path, max_stored_bytes: int, max_result_bytes: int | None) -> dict[str, Any]:
+    stored_bytes = _count_stored_bytes(target)
     part = target.with_name(f".{target.name}.part")
     try:
         with copy.open("rb") as reader, part.open("w+b") as writer:
-            with igzip.GzipFile(filename="", fileobj=writer, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
-                while piece := reader.read(_PIECE):
-                    packed.write(piece)
+            with igzip.GzipFile(
+                filename="", fileobj=writer, mode="wb", compresslevel=_COMPRESSION_LEVEL, mtime=0
+            ) as packed:
+                while chunk := reader.read(_CHUNK_BYTES):
+                    packed.write(chunk)
             writer.seek(0)
-            digest = sha256_of(writer)
+            digest = compute_sha256(writer)
             size = writer.tell()
             os.fsync(writer.fileno())
-        if kept + size > most_kept_bytes:
-            raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
-        if most_result_bytes is not None and size > most_result_bytes:
+        if stored_bytes + size > max_stored_bytes:
+            raise _FaultError(slug="quota", detail=f"more than {max_stored_bytes:,} bytes of this user would be kept")
+        if max_result_bytes is not None and size > max_result_bytes:
             raise _FaultError(
-                slug="quota", detail=f"{size:,} bytes are more than {most_result_bytes:,} that it may have"
+                slug="quota", detail=f"{size:,} bytes are more than {max_result_bytes:,} that it may have"
             )
         part.replace(target)
     finally:
@@ -369,14 +376,14 @@ def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_byte
     return {"bytes": size, "sha256": digest}
 
 
-def _kept_bytes(target: Path) -> int:
+def _count_stored_bytes(target: Path) -> int:
     """Of all requests of the user whose result goes there; what is not kept yet begins with a dot."""
-    kept = 0
+    stored_bytes = 0
     for entry in target.parents[1].glob("*/*"):
-        if entry.parent.name != INCOMING and not entry.name.startswith("."):
+        if entry.parent.name != INCOMING_DIRECTORY and not entry.name.startswith("."):
             with contextlib.suppress(FileNotFoundError):
-                kept += entry.lstat().st_size
-    return kept
+                stored_bytes += entry.lstat().st_size
+    return stored_bytes
 
 
 def write_document(path: str, document: dict[str, Any]) -> None:

@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Meta
 
 State = Literal["queued", "delivered", "accepted", "written", "verified", "kept", "failed", "cancelled"]
-ENDED = frozenset({"kept", "failed", "cancelled"})
+ENDED_STATES = frozenset({"kept", "failed", "cancelled"})
 ProfilerName = Literal["timeline", "stacks", "dump", "allocations", "launches", "memory", "telemetry"]
 Pid = Annotated[int, Meta(ge=1, le=2**22)]
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TraceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is asked for: of which processes, by which profilers, for how long.
 
     Targets are those of `pids` (a launcher's chooses its children), of `job`, of `ranks`, or all that poll on `host`;
@@ -41,7 +41,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     most_processes: Annotated[int, Meta(ge=1)] | None = None  # of those that match
 
 
-class Target(msgspec.Struct, kw_only=True):
+class TraceTarget(msgspec.Struct, kw_only=True):
     """One profiler of one process, and how far it is. `since_ns`: when it came into this state.
 
     `reason` is the slug of why it failed, or of what it waits for; `detail` the sentence. `start_ns`: when it was to
@@ -78,10 +78,10 @@ class Target(msgspec.Struct, kw_only=True):
     @property
     def ended(self) -> bool:
         """Whether it changes no more."""
-        return self.state in ENDED
+        return self.state in ENDED_STATES
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
+class TriggerCause(msgspec.Struct, frozen=True, kw_only=True):
     """What made a request that nobody asked for: a rule of agent.toml, what it is about (a job or process), and why."""
 
     rule: str
@@ -101,10 +101,10 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     uid: int
     asked_ns: int
     boot_id: str
-    wanted: Wanted
-    targets: list[Target] = []
+    wanted: TraceSpec
+    targets: list[TraceTarget] = []
     files: list[str] = []
-    trigger: Cause | None = None
+    trigger: TriggerCause | None = None
     most_bytes: int | None = None
     at_step: int = 0
     done: bool = False  # all targets have ended, and capture.json says so
@@ -115,7 +115,7 @@ class TraceRequest(msgspec.Struct, kw_only=True):
         return self.done
 
 
-class Leases:
+class LeaseTable:
     """Who has which resource, as `ptrace:123` or `kineto:123`."""
 
     def __init__(self) -> None:
@@ -127,11 +127,11 @@ class Leases:
         Returns:
             "" where they are taken, else the resource and who has it.
         """
-        wanted = sorted(set(resources))
-        for resource in wanted:
+        requested = sorted(set(resources))
+        for resource in requested:
             if self._holders.get(resource, holder) != holder:
                 return f"{resource} is in use by {self._holders[resource]}"
-        self._holders |= dict.fromkeys(wanted, holder)
+        self._holders |= dict.fromkeys(requested, holder)
         return ""
 
     def give_back(self, holder: str) -> None:

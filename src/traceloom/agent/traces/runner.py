@@ -22,26 +22,26 @@ import msgspec
 from traceloom import __version__
 from traceloom.agent.config import Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry, ancestors, is_alive
+from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry, is_same_process_alive, iterate_ancestors
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import base
 from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedTimelineProfiler
 from traceloom.agent.profilers.base import Profiler, ProfilerError, Window
-from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places, write_document
-from traceloom.agent.traces.requests import Cause, Leases, State, Target, TraceRequest, Wanted
+from traceloom.agent.profilers.timeline import StartBarrier, TimelineOrder, TimelineProfiler
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories, write_document
+from traceloom.agent.traces.requests import LeaseTable, State, TraceRequest, TraceSpec, TraceTarget, TriggerCause
 from traceloom.errors import OutputError, nearest
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 LOG = logging.getLogger("traceloom.agent")
-CAPTURE = "capture.json"  # as docs/reference/capture-json.md describes it
-_LOOK_S = 0.2
-_MOST_TARGETS = 4096  # of a request
-_MOST_REQUESTS = 2000  # that are remembered
+CAPTURE_FILE = "capture.json"  # as docs/reference/capture-json.md describes it
+_POLL_S = 0.2
+_MAX_TARGETS = 4096  # of a request
+_MAX_REQUESTS = 2000  # that are remembered
 
 
-class RequestDesk:
+class TraceService:
     """All requests of this agent.
 
     Args:
@@ -56,8 +56,8 @@ class RequestDesk:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, registry: ProfilerRegistry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
-        store: RequestStore, places: Places, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
+        self, config: Config, registry: ProfilerRegistry, processes: Callable[[], Mapping[str, Process]], steps: StepCounter,
+        store: RequestStore, places: TraceDirectories, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
     ) -> None:  # fmt: skip
         self.parts = parts or {}
         self.config, self.registry, self.processes, self.steps = config, registry, processes, steps
@@ -65,7 +65,7 @@ class RequestDesk:
         self.requests: dict[str, TraceRequest] = {}  # oldest first
         self._running: dict[str, asyncio.Task[None]] = {}
         self._targets: dict[str, list[asyncio.Task[None]]] = {}
-        self._leases = Leases()
+        self._leases = LeaseTable()
         self._changed = asyncio.Condition()
         self._versions: dict[str, int] = {}
         self._disk = ThreadPoolExecutor(1, "requests")
@@ -90,49 +90,49 @@ class RequestDesk:
         self.store.close()
 
     async def submit(
-        self, wanted: Wanted, who: str, may_trace: Callable[[int], bool], *, trigger: Cause | None = None,
-        most_bytes: int | None = None, at_step: int = 0,
+        self, spec: TraceSpec, requester: str, may_trace: Callable[[int], bool], *, trigger: TriggerCause | None = None,
+        max_bytes: int | None = None, at_step: int = 0,
     ) -> TraceRequest:  # fmt: skip
         """Take a request, write it down, and begin.
 
         Args:
-            wanted: What is asked for.
-            who: By whom, for the log.
+            spec: What is asked for.
+            requester: By whom, for the log.
             may_trace: Whether they may trace processes of a user.
             trigger: The rule that asks, where nobody does.
-            most_bytes: Of each file that is kept, where that is less than the configuration allows.
-            at_step: With which step of each process it begins; 0: as `wanted` says. For timelines of steps alone.
+            max_bytes: Of each file that is kept, where that is less than the configuration allows.
+            at_step: With which step of each process it begins; 0: as `spec` says. For timelines of steps alone.
 
         Raises:
             RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
                 `cannot-write`.
         """
-        self.check(wanted)
-        matching = self.matching(wanted, may_trace)
+        self.check(spec)
+        matching = self.matching(spec, may_trace)
         users = {process.uid for process in matching}
         if len(users) != 1:
-            raise RequestError(
+            raise HttpError(
                 400, f"that matches processes of {len(users)} users", slug="several-users", hint="name --pid or --job"
             )
         uid = users.pop()
         if sum(request.uid == uid and not request.ended for request in self.requests.values()) >= (
             self.config.traces.most_requests_per_user
         ):
-            raise RequestError(
+            raise HttpError(
                 429, "too many requests of this user run already", slug="quota", retry_s=10,
                 hint="`traces.most_requests_per_user` of agent.toml",
             )  # fmt: skip
         request = TraceRequest(
-            id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted,
-            trigger=trigger, most_bytes=most_bytes, at_step=at_step,
+            id=secrets.token_hex(6), who=requester, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=spec,
+            trigger=trigger, most_bytes=max_bytes, at_step=at_step,
         )  # fmt: skip
-        request.targets = list(_targets(request, matching, self.config.host_name))
+        request.targets = list(_create_targets(request, matching, self.config.host_name))
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._disk, self.places.prepare, uid, request.id)
             await loop.run_in_executor(self._disk, self.store.put, request)
         except OutputError as error:
-            raise RequestError(503, str(error), slug=error.slug, hint=error.hint) from error
+            raise HttpError(503, str(error), slug=error.slug, hint=error.hint) from error
         self.requests[request.id] = request
         self._run(request)
         return request
@@ -167,7 +167,7 @@ class RequestDesk:
             RequestError: `no-such-file`.
         """
         if name not in request.files:
-            raise RequestError(
+            raise HttpError(
                 404, f"the request has no file `{name}`", slug="no-such-file", hint=nearest(name, request.files)
             )
         return self.places.of_request(request.uid, request.id) / name
@@ -176,7 +176,7 @@ class RequestDesk:
         """Delete requests that ended long ago, with their files, and what processes left; in the disk's thread."""
         old = time.time_ns() - int(self.config.traces.keep_days * 86_400 * 1e9)
         ended = [request for request in self.requests.values() if request.ended]
-        excess = len(self.requests) - _MOST_REQUESTS
+        excess = len(self.requests) - _MAX_REQUESTS
         for number, request in enumerate(ended):
             if request.asked_ns < old or number < excess:
                 del self.requests[request.id]
@@ -185,47 +185,51 @@ class RequestDesk:
                 self._disk.submit(self.store.delete, request.id)
         self._disk.submit(self.places.sweep)
 
-    def matching(self, wanted: Wanted, may_trace: Callable[[int], bool]) -> list[Process]:
+    def matching(self, spec: TraceSpec, may_trace: Callable[[int], bool]) -> list[Process]:
         """The processes that a request is about.
 
         Raises:
             RequestError: `no-such-process`: there are none, or none that may be traced.
         """
-        if wanted.host not in ("", self.config.host_name):
-            raise RequestError(
-                404, f"this is {self.config.host_name}, not {wanted.host}", slug="no-such-process",
+        if spec.host not in ("", self.config.host_name):
+            raise HttpError(
+                404, f"this is {self.config.host_name}, not {spec.host}", slug="no-such-process",
                 hint="ask the agent of that host",
             )  # fmt: skip
         candidates = dict(self.processes())
         for client in self.registry.clients.values():
-            candidates.setdefault(client.key, _bare(client))
+            candidates.setdefault(client.key, _build_minimal_process(client))
         matches: list[Process] = []
         for process in candidates.values():
             if not may_trace(process.uid):
                 continue
             polls = self.registry.clients.get(process.key)
-            above: Iterable[int] = polls.ancestors if polls is not None else ()
-            if polls is None and wanted.attach and wanted.pids:
-                above = ancestors(self.registry.proc, process.parent_pid)
+            ancestors: Iterable[int] = polls.ancestors if polls is not None else ()
+            if polls is None and spec.attach and spec.pids:
+                ancestors = iterate_ancestors(self.registry.proc, process.parent_pid)
             if (
-                (not wanted.job or process.owner.job == wanted.job)
-                and (not wanted.ranks or process.owner.rank in wanted.ranks)
+                (not spec.job or process.owner.job == spec.job)
+                and (not spec.ranks or process.owner.rank in spec.ranks)
                 # A launcher's pid chooses its children; of those that do not poll only the process itself.
-                and (not wanted.pids or not {process.pid, *above}.isdisjoint(wanted.pids))
-                and (wanted.pids or polls is not None or wanted.attach)
+                and (not spec.pids or not {process.pid, *ancestors}.isdisjoint(spec.pids))
+                and (spec.pids or polls is not None or spec.attach)
             ):
                 matches.append(process)
         # Those that have ended are remembered for a while, as the ranks of a job that was started again.
         matches = self._workers(
-            [process for process in matches if is_alive(self.registry.proc, process.pid, process.start_ticks)]
+            [
+                process
+                for process in matches
+                if is_same_process_alive(self.registry.proc, process.pid, process.start_ticks)
+            ]
         )
-        if wanted.most_processes is not None:
-            matches = matches[: wanted.most_processes]
+        if spec.most_processes is not None:
+            matches = matches[: spec.most_processes]
         if not matches:
             hint = "`traceloom agent ps` lists processes; others' are not traced"
-            raise RequestError(404, "no process of yours matches", slug="no-such-process", hint=hint)
-        if len(matches) > _MOST_TARGETS:
-            raise RequestError(400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer")
+            raise HttpError(404, "no process of yours matches", slug="no-such-process", hint=hint)
+        if len(matches) > _MAX_TARGETS:
+            raise HttpError(400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer")
         return matches
 
     def _workers(self, processes: list[Process]) -> list[Process]:
@@ -239,10 +243,10 @@ class RequestDesk:
             if process.key in self.registry.clients or commands.get(process.parent_pid) != process.command
         ]
         clients = self.registry.clients
-        above = {
+        ancestors = {
             process.key: clients[process.key].ancestors
             if process.key in clients
-            else tuple(ancestors(self.registry.proc, process.parent_pid))
+            else tuple(iterate_ancestors(self.registry.proc, process.parent_pid))
             for process in processes
         }
         ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
@@ -250,50 +254,50 @@ class RequestDesk:
         stepping = {process.pid for process in processes if steps[process.key]}
         # Whoever has no rank and makes no steps, but started some that do (the launcher of `mp.spawn`) or was started
         # by one (a worker of a data loader), only serves.
-        launchers = {pid for process in processes if steps[process.key] for pid in above[process.key]}
+        launchers = {pid for process in processes if steps[process.key] for pid in ancestors[process.key]}
         return [
             process
             for process in processes
             if (
                 process.owner.rank is None
-                and (steps[process.key] or (process.pid not in launchers and stepping.isdisjoint(above[process.key])))
+                and (
+                    steps[process.key] or (process.pid not in launchers and stepping.isdisjoint(ancestors[process.key]))
+                )
             )
             or (
                 process.owner.rank is not None
-                and ranks.isdisjoint((pid, process.owner.job, process.owner.rank) for pid in above[process.key])
+                and ranks.isdisjoint((pid, process.owner.job, process.owner.rank) for pid in ancestors[process.key])
             )
         ]
 
-    def check(self, wanted: Wanted) -> None:
+    def check(self, spec: TraceSpec) -> None:
         """Look at a request as such, whomever it is about.
 
         Raises:
             RequestError: `wrong-request`, `too-much`, `no-profiler`.
         """
-        most = self.config.traces
-        if not (wanted.pids or wanted.job or wanted.ranks or wanted.host):
-            raise RequestError(
-                400, "of which processes?", slug="wrong-request", hint="name pids, a job, ranks or a host"
-            )
-        if (wanted.steps is None) == (wanted.duration_s is None):
-            raise RequestError(400, "either steps or a duration", slug="wrong-request")
-        if (wanted.duration_s or 0) > most.most_seconds or (wanted.steps or 0) > most.most_steps:
-            raise RequestError(
-                400, f"a trace has at most {most.most_seconds:g} s or {most.most_steps} steps", slug="too-much",
+        limits = self.config.traces
+        if not (spec.pids or spec.job or spec.ranks or spec.host):
+            raise HttpError(400, "of which processes?", slug="wrong-request", hint="name pids, a job, ranks or a host")
+        if (spec.steps is None) == (spec.duration_s is None):
+            raise HttpError(400, "either steps or a duration", slug="wrong-request")
+        if (spec.duration_s or 0) > limits.most_seconds or (spec.steps or 0) > limits.most_steps:
+            raise HttpError(
+                400, f"a trace has at most {limits.most_seconds:g} s or {limits.most_steps} steps", slug="too-much",
                 hint="`traces.most_seconds` and `traces.most_steps` of agent.toml",
             )  # fmt: skip
-        if wanted.at_ns and not 0 < wanted.at_ns - time.time_ns() < 86_400 * 10**9:
-            raise RequestError(400, "it is to begin in the past, or more than a day ahead", slug="wrong-request")
-        for name in wanted.profilers:
-            if not base.is_there(name):
-                raise RequestError(400, f"there is no profiler `{name}` in this version", slug="no-profiler")
-        if wanted.attach and not most.attach:
-            raise RequestError(
+        if spec.at_ns and not 0 < spec.at_ns - time.time_ns() < 86_400 * 10**9:
+            raise HttpError(400, "it is to begin in the past, or more than a day ahead", slug="wrong-request")
+        for name in spec.profilers:
+            if not base.has_profiler(name):
+                raise HttpError(400, f"there is no profiler `{name}` in this version", slug="no-profiler")
+        if spec.attach and not limits.attach:
+            raise HttpError(
                 403, "this agent does not attach to processes", slug="attach-off",
                 hint="set `attach = true` in the table `traces` of agent.toml, and start the agent again",
             )  # fmt: skip
-        if "memory" in wanted.profilers and not wanted.attach:
-            raise RequestError(400, "`memory` attaches to the process", slug="wrong-request", hint="add --attach")
+        if "memory" in spec.profilers and not spec.attach:
+            raise HttpError(400, "`memory` attaches to the process", slug="wrong-request", hint="add --attach")
 
     def _run(self, request: TraceRequest) -> None:
         task = asyncio.create_task(self._request(request), name=f"request {request.id}")
@@ -310,10 +314,10 @@ class RequestDesk:
             for target in open_targets
             if target.profiler == "timeline" and target.state == "queued" and target.start_ns is None
         }
-        beside = any(target.profiler != "timeline" for target in open_targets)
+        has_others = any(target.profiler != "timeline" for target in open_targets)
         start = None
-        if not request.at_step and (len(traced) > 1 or beside or request.wanted.at_ns):
-            start = CommonStart(waiting, request.wanted.at_ns)
+        if not request.at_step and (len(traced) > 1 or has_others or request.wanted.at_ns):
+            start = StartBarrier(waiting, request.wanted.at_ns)
             if not waiting:
                 start.leave("")
         tasks = [
@@ -330,15 +334,15 @@ class RequestDesk:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._targets.pop(request.id, None)
 
-    async def _target(self, request: TraceRequest, target: Target, start: CommonStart | None) -> None:
+    async def _target(self, request: TraceRequest, target: TraceTarget, start: StartBarrier | None) -> None:
         holder = f"{target.profiler} of request {request.id}, process {target.pid}"
-        tell = partial(self._tell, request, target)
+        report = partial(self._tell, request, target)
         try:
             if request.boot_id != self.boot_id:
                 raise ProfilerError("the host was started again since", slug="exited")  # noqa: TRY301
             process, client = self.processes().get(target.process), self.registry.clients.get(target.process)
             if process is None and client is not None:
-                process = _bare(client)
+                process = _build_minimal_process(client)
             elif process is None:  # after a restart of the agent nobody has been looked at yet
                 process = Process(
                     key=target.process, pid=target.pid, start_ticks=int(target.process.partition("@")[2]), started_ns=0,
@@ -347,79 +351,81 @@ class RequestDesk:
             profiler = self._profiler(request, target, process, start)
             last_holder = ""
             until = time.monotonic() + self.config.traces.wait
-            while taken := self._leases.take(holder, profiler.resources(process)):
-                if taken != last_holder:
-                    tell("queued", "leased", f"waits: {taken}")
-                    last_holder = taken
+            while conflict := self._leases.take(holder, profiler.resources(process)):
+                if conflict != last_holder:
+                    report("queued", "leased", f"waits: {conflict}")
+                    last_holder = conflict
                 if time.monotonic() > until:
-                    raise ProfilerError(taken, slug="expired")  # noqa: TRY301
-                await asyncio.sleep(_LOOK_S)
-            await self._record(request, target, process, profiler, start, tell)
+                    raise ProfilerError(conflict, slug="expired")  # noqa: TRY301
+                await asyncio.sleep(_POLL_S)
+            await self._record(request, target, process, profiler, start, report)
         except ProfilerError as error:
-            tell("failed", error.slug, error.message)
+            report("failed", error.slug, error.message)
         except asyncio.CancelledError as error:
             if error.args != ("cancelled",):
                 raise  # the agent ends; the next one goes on
-            tell("cancelled", "cancelled", "it was cancelled")
+            report("cancelled", "cancelled", "it was cancelled")
         except Exception as error:  # a profiler's defect ends its target, not the agent
             LOG.exception("request %s, %s of process %d", request.id, target.profiler, target.pid)
-            tell("failed", "internal-error", f"{type(error).__name__}: {error}")
+            report("failed", "internal-error", f"{type(error).__name__}: {error}")
         finally:
             self._leases.give_back(holder)
             if start is not None and target.profiler == "timeline":
                 start.leave(target.process)
 
-    def _profiler(self, request: TraceRequest, target: Target, process: Process, start: CommonStart | None) -> Profiler:
+    def _profiler(
+        self, request: TraceRequest, target: TraceTarget, process: Process, start: StartBarrier | None
+    ) -> Profiler:
         if target.profiler != "timeline":
             if target.state != "queued":
                 raise ProfilerError("the agent was started again while it recorded", slug="agent-restarted")
             if target.profiler != "memory":
-                return self.parts.get(target.profiler, partial(base.make, target.profiler))()
-        wanted, most = request.wanted, self.config.traces
+                return self.parts.get(target.profiler, partial(base.create_profiler, target.profiler))()
+        spec, limits = request.wanted, self.config.traces
         order = TimelineOrder(
             trace_id=f"traceloom-{request.id}-{target.stem}" + ("" if target.profiler == "timeline" else ".memory"),
             group_id=f"traceloom-{request.id}",
-            incoming=self.places.incoming(request.uid), stem=target.stem, shapes=wanted.shapes, stacks=wanted.stacks,
-            flops=wanted.flops, modules=wanted.modules, wait_s=most.wait, most_seconds=most.most_seconds,
-            most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
+            incoming=self.places.incoming(request.uid), stem=target.stem, shapes=spec.shapes, stacks=spec.stacks,
+            flops=spec.flops, modules=spec.modules, wait_s=limits.wait, most_seconds=limits.most_seconds,
+            most_bytes=int(limits.most_file_mb * 1e6), most_kept_bytes=int(limits.most_mb_per_user * 1e6),
             most_result_bytes=request.most_bytes,
             resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
             at_step=request.at_step, steps_per_second=self.steps.per_second, steps_made=self.steps.total,
             start=start if target.profiler == "timeline" else None,
         )  # fmt: skip
-        tell = partial(self._tell, request, target)
+        report = partial(self._tell, request, target)
         if target.profiler == "memory":
-            return AttachedMemoryProfiler(order, tell, self._leases)
+            return AttachedMemoryProfiler(order, report, self._leases)
         # After a restart of the agent a process that polls has perhaps not polled yet: what it was told it does.
         polls = process.key in self.registry.clients or (target.state != "queued" and target.attached_ns is None)
-        if wanted.attach and not polls:
-            return AttachedTimelineProfiler(order, tell, self._leases)
-        return TimelineProfiler(self.registry, order, tell)
+        if spec.attach and not polls:
+            return AttachedTimelineProfiler(order, report, self._leases)
+        return TimelineProfiler(self.registry, order, report)
 
     async def _record(  # noqa: PLR0917  (of one target)
-        self, request: TraceRequest, target: Target, process: Process, profiler: Profiler, start: CommonStart | None,
-        tell: Any,
+        self, request: TraceRequest, target: TraceTarget, process: Process, profiler: Profiler, start: StartBarrier | None,
+        report: Any,
     ) -> None:  # fmt: skip
-        wanted = request.wanted
+        spec = request.wanted
         directory = self.places.of_request(request.uid, request.id)
         if target.profiler == "timeline":
             paths = await profiler.record(
-                process, Window(wanted.at_ns, wanted.duration_s, wanted.steps), directory, target.stem
+                process, Window(spec.at_ns, spec.duration_s, spec.steps), directory, target.stem
             )
         else:
             assert start is not None
             start_ns = await asyncio.shield(start.first)
             tells_itself = isinstance(profiler, AttachedMemoryProfiler)
-            tell("queued" if tells_itself else "accepted", start_ns=start_ns)
-            window = Window(start_ns, wanted.duration_s, wanted.steps)
+            report("queued" if tells_itself else "accepted", start_ns=start_ns)
+            window = Window(start_ns, spec.duration_s, spec.steps)
             rate = self.steps.per_second(process.key)
-            if rate and wanted.steps is not None:
-                window = Window(start_ns, wanted.steps / rate, wanted.steps)
-            elif wanted.steps is not None and any(beside.profiler == "timeline" for beside in request.targets):
-                window = Window(start_ns, None, wanted.steps, partial(self.traced, request))
+            if rate and spec.steps is not None:
+                window = Window(start_ns, spec.steps / rate, spec.steps)
+            elif spec.steps is not None and any(other.profiler == "timeline" for other in request.targets):
+                window = Window(start_ns, None, spec.steps, partial(self.traced, request))
             paths = await profiler.record(process, window, directory, target.stem)
             if not tells_itself:
-                tell("written")
+                report("written")
                 size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
                 if request.most_bytes is not None and size > request.most_bytes:
                     for path in paths:
@@ -427,7 +433,7 @@ class RequestDesk:
                     raise ProfilerError(
                         f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take", slug="quota"
                     )
-                tell("kept", file=paths[0].name if paths else "", bytes=size)
+                report("kept", file=paths[0].name if paths else "", bytes=size)
         request.files += sorted({path.name for path in paths} - set(request.files))
 
     async def traced(self, request: TraceRequest) -> tuple[int, int]:
@@ -439,20 +445,20 @@ class RequestDesk:
         timelines = [target for target in request.targets if target.profiler == "timeline"]
         async with self._changed:
             await self._changed.wait_for(lambda: all(target.ended for target in timelines))
-        kept = [target for target in timelines if target.state == "kept"]
-        starts = [target.window_start_ns for target in kept if target.window_start_ns is not None]
-        ends = [target.window_end_ns for target in kept if target.window_end_ns is not None]
-        if not starts or not ends:
+        kept_targets = [target for target in timelines if target.state == "kept"]
+        starts = [target.window_start_ns for target in kept_targets if target.window_start_ns is not None]
+        end_times = [target.window_end_ns for target in kept_targets if target.window_end_ns is not None]
+        if not starts or not end_times:
             raise ProfilerError(
                 "no timeline was kept that says how long the steps took", slug="no-duration", hint="ask for a duration"
             )
-        return min(starts), max(ends)
+        return min(starts), max(end_times)
 
     async def _finish(self, request: TraceRequest) -> None:
-        kept = [target for target in request.targets if target.state == "kept"]
-        if kept:
-            document = self._capture(request, kept)
-            path = self.places.of_request(request.uid, request.id) / CAPTURE
+        kept_targets = [target for target in request.targets if target.state == "kept"]
+        if kept_targets:
+            document = self._capture(request, kept_targets)
+            path = self.places.of_request(request.uid, request.id) / CAPTURE_FILE
             try:
                 await asyncio.to_thread(write_document, str(path), document)
                 # What an earlier agent kept is there, too.
@@ -467,10 +473,10 @@ class RequestDesk:
             LOG.warning("request %s: %s", request.id, error)
         await self._notify(request.id)
 
-    def _capture(self, request: TraceRequest, kept: Iterable[Target]) -> dict[str, Any]:
+    def _capture(self, request: TraceRequest, kept_targets: Iterable[TraceTarget]) -> dict[str, Any]:
         """capture.json: one entry per process that has a timeline, and what was asked for."""
         entries: list[dict[str, Any]] = []
-        for target in kept:
+        for target in kept_targets:
             if target.profiler != "timeline":
                 continue
             process = self.processes().get(target.process)
@@ -487,18 +493,18 @@ class RequestDesk:
                     "created_ns": request.asked_ns, "written_ns": target.since_ns, "window": window, "notices": [],
                 }
             )  # fmt: skip
-        whole = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
-        beside: dict[str, list[str]] = {}
-        for target in kept:
+        request_fields = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
+        sidecars: dict[str, list[str]] = {}
+        for target in kept_targets:
             if target.profiler in ("stacks", "telemetry"):
-                beside.setdefault(target.profiler, []).append(target.file)
+                sidecars.setdefault(target.profiler, []).append(target.file)
         return {
             "format": "traceloom-capture", "version": 1, "traceloom": __version__,
-            "stage": "profiled", "run": {}, "ranks": entries, "request": whole, **beside,
+            "stage": "profiled", "run": {}, "ranks": entries, "request": request_fields, **sidecars,
         }  # fmt: skip
 
     def _tell(
-        self, request: TraceRequest, target: Target, state: State, reason: str = "", detail: str = "", **facts: Any
+        self, request: TraceRequest, target: TraceTarget, state: State, reason: str = "", detail: str = "", **facts: Any
     ) -> asyncio.Task[None]:
         """A target is in a state: in memory at once, on disk and to listeners when the task has ended."""
         if state != target.state or reason != target.reason:
@@ -512,7 +518,7 @@ class RequestDesk:
         task.add_done_callback(self._telling.discard)
         return task
 
-    async def _write(self, request: str, target: Target) -> None:
+    async def _write(self, request: str, target: TraceTarget) -> None:
         await self._notify(request)
         with contextlib.suppress(OutputError):  # the store's trouble says it; the request goes on
             await asyncio.get_running_loop().run_in_executor(self._disk, self.store.put_target, target)
@@ -523,7 +529,7 @@ class RequestDesk:
             self._changed.notify_all()
 
 
-def _targets(request: TraceRequest, processes: Iterable[Process], host: str) -> Iterable[Target]:
+def _create_targets(request: TraceRequest, processes: Iterable[Process], host: str) -> Iterable[TraceTarget]:
     stems: set[str] = set()
     once: set[str] = set()
     for process in sorted(processes, key=lambda process: (process.owner.rank is None, process.owner.rank, process.pid)):
@@ -531,17 +537,17 @@ def _targets(request: TraceRequest, processes: Iterable[Process], host: str) -> 
         stem = f"pid{process.pid}" if rank is None or f"rank{rank}" in stems else f"rank{rank}"
         stems.add(stem)
         for profiler in dict.fromkeys(request.wanted.profilers):
-            of_host = profiler == "telemetry"
-            if of_host and profiler in once:
+            is_host_wide = profiler == "telemetry"
+            if is_host_wide and profiler in once:
                 continue
             once.add(profiler)
-            yield Target(
+            yield TraceTarget(
                 request=request.id, process=process.key, profiler=profiler, pid=process.pid, uid=process.uid, rank=rank,
-                stem=re.sub(r"[^\w.-]", "_", host) if of_host else stem, since_ns=request.asked_ns,
+                stem=re.sub(r"[^\w.-]", "_", host) if is_host_wide else stem, since_ns=request.asked_ns,
             )  # fmt: skip
 
 
-def _bare(client: ProfilerClient) -> Process:
+def _build_minimal_process(client: ProfilerClient) -> Process:
     """A process that polls and has not been looked at yet."""
     return Process(
         key=client.key, pid=client.pid, start_ticks=client.start_ticks, started_ns=client.first_ns,

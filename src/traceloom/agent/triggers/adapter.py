@@ -24,52 +24,60 @@ from traceloom.agent.config import (
     XidRule,
 )
 from traceloom.agent.metrics import Reading
-from traceloom.agent.snapshot import Board
-from traceloom.agent.traces.requests import Cause, TraceRequest, Wanted
-from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.traces.requests import TraceRequest, TraceSpec, TriggerCause
+from traceloom.agent.traces.runner import TraceService
 from traceloom.agent.triggers.store import (
     DAY_NS,
     Charge,
-    Fired,
+    LastFiring,
+    LastRefusal,
     ProcessIndex,
-    Refused,
     RuleCounts,
     TriggerLedger,
     TriggerRefusal,
     TriggerStore,
     TriggerTarget,
-    chosen,
-    owned_so,
+    filter_by_owner,
+    select_targets,
 )
 from traceloom.agent.triggers.watches import (
     CadenceWatch,
-    Firing,
     MetricWatch,
+    Occurrence,
     OomKillWatch,
     SeriesValues,
     StepRegressionWatch,
     Watch,
     XidWatch,
-    of_rule,
+    match_rule_series,
 )
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 LOG = logging.getLogger("traceloom.agent")
-USUAL_STEPS = 3
-_AGAIN_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
+DEFAULT_STEPS = 3
+_RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
 _NEVER_NS = 1 << 63
-_GUESSED_STEP_S = 1.0  # where nobody knows how fast a process steps
-_MOST_TRIED = 8192  # (rule, target) that are remembered
-_REASONS = ("cooldown", "budget-share", "budget-bytes", "traced", "not-registered", "no-steps", "no-such-process")
+_ASSUMED_STEP_S = 1.0  # where nobody knows how fast a process steps
+_MAX_ATTEMPTS = 8192  # (rule, target) that are remembered
+_REFUSAL_REASONS = (
+    "cooldown",
+    "budget-share",
+    "budget-bytes",
+    "traced",
+    "not-registered",
+    "no-steps",
+    "no-such-process",
+)
 # Failures of a target by which its process was not traced at all.
-_UNTRACED = frozenset({"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"})
+_UNTRACED_REASONS = frozenset({"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"})
 
 
 # By user and target: the same of several ranks of a job is one occurrence.
-_Occurrences = dict[tuple[int, str], tuple[TriggerTarget, list[Firing]]]
+_Occurrences = dict[tuple[int, str], tuple[TriggerTarget, list[Occurrence]]]
 
 
-class _Tried(NamedTuple):
+class _Attempt(NamedTuple):
     """What became of a rule and a target last: which occurrences those were, and from when on they are tried again."""
 
     episodes: frozenset[str]
@@ -77,7 +85,7 @@ class _Tried(NamedTuple):
     noted_ns: int  # when a refusal was last in the audit log
 
 
-class Triggers:
+class TriggerEngine:
     """All rules of this agent. Lives in its loop; what it writes is a thread's.
 
     Args:
@@ -92,7 +100,7 @@ class Triggers:
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
-        self, config: Config, board: Board, desk: RequestDesk, store: TriggerStore, disk: Executor,
+        self, config: Config, board: Snapshot, desk: TraceService, store: TriggerStore, disk: Executor,
         audit: AuditLog, now_ns: int, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
     ) -> None:  # fmt: skip
         self.rules: dict[str, AnyRule] = {rule.name: rule for rule in config.triggers}
@@ -102,7 +110,7 @@ class Triggers:
         self.now_ns = now_ns  # of the last tick
         self._config, self._board, self._desk, self._disk, self._audit = config, board, desk, disk, audit
         self._values = SeriesValues(
-            board, [of_rule(rule) for rule in config.triggers if isinstance(rule, MetricRule)]
+            board, [match_rule_series(rule) for rule in config.triggers if isinstance(rule, MetricRule)]
         )  # fmt: skip
         self._more = watches or {}
         self._index = ProcessIndex(board)
@@ -110,13 +118,13 @@ class Triggers:
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
         }  # fmt: skip
         self._defects: dict[str, str] = {}  # rule -> what its watch raised last
-        self._tried: dict[tuple[str, int, str], _Tried] = {}
+        self._tried: dict[tuple[str, int, str], _Attempt] = {}
         self._changed: set[str] = set()  # rules whose counts are not written yet
 
     async def start(self, now_ns: int) -> None:
         """Take up what an earlier agent left; the desk has been started."""
         charges, counts = await asyncio.get_running_loop().run_in_executor(self._disk, self.store.load)
-        self.counts |= {name: kept for name, kept in counts.items() if name in self.rules}
+        self.counts |= {name: stored for name, stored in counts.items() if name in self.rules}
         self.ledger.add(charges, now_ns)
         # An agent that was killed between a request and its charge, or whose file was damaged, still has the request.
         charged = {charge.request for charge in charges}
@@ -138,16 +146,16 @@ class Triggers:
         self.now_ns = now_ns
         self._settle()
         longest = max((rule.cooldown for rule in self.rules.values()), default=0.0)
-        self._write(gone=self.ledger.forget(now_ns - max(DAY_NS, int(longest * 1e9))))
+        self._write(removed=self.ledger.forget(now_ns - max(DAY_NS, int(longest * 1e9))))
         self._values.refresh()
         for name, rule in self.rules.items():
             watch = self.watches[name]
             try:
-                wanted: _Occurrences = {}
+                occurrences: _Occurrences = {}
                 for firing in () if watch is None else watch.look(now_ns):
                     for target in self._targets(rule, firing):
-                        wanted.setdefault((target.uid, target.key), (target, []))[1].append(firing)
-                for target, firings in wanted.values():
+                        occurrences.setdefault((target.uid, target.key), (target, []))[1].append(firing)
+                for target, firings in occurrences.values():
                     await self._try(rule, firings, target, now_ns)
             except Exception as error:  # a defect of one rule must not stop the others
                 if name not in self._defects:
@@ -168,30 +176,30 @@ class Triggers:
                 *(
                     Reading("trigger_refusals_total", (name, reason), float(number))
                     # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
-                    for reason, number in (dict.fromkeys(_REASONS, 0) | counts.refusals).items()
+                    for reason, number in (dict.fromkeys(_REFUSAL_REASONS, 0) | counts.refusals).items()
                 ),
             ]
         return readings if self.rules else []
 
     def trouble(self) -> dict[str, str]:
         """Rule -> why it cannot fire as things are; only those that cannot."""
-        troubles = {}
+        problems = {}
         for name, watch in self.watches.items():
             rule = self.rules[name]
-            why = f"this agent does not watch for `{on(rule)}`" if watch is None else watch.trouble()
+            reason = f"this agent does not watch for `{get_rule_kind(rule)}`" if watch is None else watch.trouble()
             try:
-                self._desk.check(_wanted(rule, (os.getpid(),), ""))
-            except RequestError as error:
-                why = error.message
-            if why := self._defects.get(name, "") or why:
-                troubles[name] = why
-        return troubles
+                self._desk.check(_build_trace_spec(rule, (os.getpid(),), ""))
+            except HttpError as error:
+                reason = error.message
+            if reason := self._defects.get(name, "") or reason:
+                problems[name] = reason
+        return problems
 
     def _watch(self, rule: AnyRule, now_ns: int) -> Watch | None:
-        if on(rule) in self._more:
-            return self._more[on(rule)](rule)
+        if get_rule_kind(rule) in self._more:
+            return self._more[get_rule_kind(rule)](rule)
         if isinstance(rule, MetricRule):
-            return MetricWatch(rule, self._values, lambda labels: bool(self._index.concerned(labels)))
+            return MetricWatch(rule, self._values, lambda labels: bool(self._index.find_by_labels(labels)))
         if isinstance(rule, OomKillRule):
             return OomKillWatch(self._board)
         if isinstance(rule, XidRule):
@@ -202,9 +210,9 @@ class Triggers:
             )
         return CadenceWatch(rule, self._config.host_name, now_ns) if isinstance(rule, CadenceRule) else None
 
-    def _targets(self, rule: TriggerRule, firing: Firing) -> Iterable[TriggerTarget]:
+    def _targets(self, rule: TriggerRule, firing: Occurrence) -> Iterable[TriggerTarget]:
         """Whom a rule is to trace; of what only happened it is said where nobody is left."""
-        processes = self._index.concerned(firing.labels)
+        processes = self._index.find_by_labels(firing.labels)
         if not processes and firing.labels and not firing.lasts:
             owners = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
             if all(firing.labels.get(label) == value for label, value in owners.items()):
@@ -215,11 +223,13 @@ class Triggers:
                     )
                 ]
         # What the series itself says of them needs no other witness: a rank may be known from its steps alone.
-        where = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
-        own = [process for process in owned_so(processes, where) if os.geteuid() in (0, process.uid)]
-        return chosen(rule, own, self._index, self._desk.registry.clients.keys(), self._desk.steps)
+        owner_filter = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
+        traceable = [
+            process for process in filter_by_owner(processes, owner_filter) if os.geteuid() in (0, process.uid)
+        ]
+        return select_targets(rule, traceable, self._index, self._desk.registry.clients.keys(), self._desk.steps)
 
-    async def _try(self, rule: TriggerRule, firings: list[Firing], target: TriggerTarget, now_ns: int) -> None:
+    async def _try(self, rule: TriggerRule, firings: list[Occurrence], target: TriggerTarget, now_ns: int) -> None:
         """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
         key, episodes = (rule.name, target.uid, target.key), frozenset(firing.episode for firing in firings)
         tried, firing = self._tried.get(key), firings[0]
@@ -236,69 +246,73 @@ class Triggers:
         if refusal is None:
             again_ns, noted_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS, 0
         else:
-            again_ns = now_ns + (cooldown_ns if cooling else _AGAIN_NS)
+            again_ns = now_ns + (cooldown_ns if cooling else _RETRY_AFTER_NS)
             counts = self.counts[rule.name]
             counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
-            counts.last_refusal = Refused(
+            counts.last_refusal = LastRefusal(
                 at_ns=now_ns, target=target.key, what=firing.what, uid=target.uid, reason=refusal.reason,
                 detail=refusal.detail,
             )  # fmt: skip
             self._changed.add(rule.name)
             noted_ns = tried.noted_ns if tried is not None else 0
-            if not noted_ns or now_ns - noted_ns >= _AGAIN_NS:  # in the audit log once a minute at most
+            if not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS:  # in the audit log once a minute at most
                 noted_ns = now_ns
                 facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
                 write = partial(self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts)
                 self._disk.submit(write)
         self._tried.pop(key, None)  # the one that was tried last stands last
-        self._tried[key] = _Tried(episodes, again_ns, noted_ns)
-        if len(self._tried) > _MOST_TRIED:
+        self._tried[key] = _Attempt(episodes, again_ns, noted_ns)
+        if len(self._tried) > _MAX_ATTEMPTS:
             del self._tried[next(iter(self._tried))]
 
     async def _request(
-        self, rule: TriggerRule, firing: Firing, target: TriggerTarget, now_ns: int
+        self, rule: TriggerRule, firing: Occurrence, target: TriggerTarget, now_ns: int
     ) -> TriggerRefusal | None:
         """Ask the desk; why not, where it is refused."""
         if target.refusal is not None:
             return target.refusal
-        wanted = _wanted(rule, tuple(process.pid for process in target.processes), target.processes[0].owner.job)
-        uid, cause = target.uid, Cause(rule=rule.name, target=target.key, what=firing.what)
+        spec = _build_trace_spec(
+            rule, tuple(process.pid for process in target.processes), target.processes[0].owner.job
+        )
+        uid, cause = target.uid, TriggerCause(rule=rule.name, target=target.key, what=firing.what)
 
         def may_trace(owner: int) -> bool:
             return owner == uid
 
         try:
-            processes = self._desk.matching(wanted, may_trace)  # also those that a launcher has started
+            processes = self._desk.matching(spec, may_trace)  # also those that a launcher has started
             if any(self._desk.is_traced(process.key) for process in processes):
                 return TriggerRefusal("traced", "it is being traced already")
-            seconds = {process.key: self._seconds(wanted, process.key) for process in processes}
+            seconds = {process.key: self._seconds(spec, process.key) for process in processes}
             refusal = self.ledger.refusal(processes, seconds, len(rule.profilers), now_ns)
             if refusal is not None:
                 return refusal
             request = await self._desk.submit(
-                wanted, f"trigger {rule.name}", may_trace, trigger=cause, most_bytes=self.ledger.reserve(1)
+                spec, f"trigger {rule.name}", may_trace, trigger=cause, max_bytes=self.ledger.reserve(1)
             )
-        except RequestError as error:
+        except HttpError as error:
             return TriggerRefusal(error.slug, error.message)
         charges = list(self._charges(request, cause, now_ns))
         self.ledger.add(charges, now_ns)
         counts = self.counts[rule.name]
         counts.fired += 1
-        counts.last = Fired(at_ns=request.asked_ns, request=request.id, target=target.key, what=firing.what, uid=uid)
+        counts.last = LastFiring(
+            at_ns=request.asked_ns, request=request.id, target=target.key, what=firing.what, uid=uid
+        )
         self._changed.add(rule.name)
         self._write(charges)
-        pids = sorted({each.pid for each in request.targets})
+        pids = sorted({traced_target.pid for traced_target in request.targets})
         facts = {"request": request.id, "of": uid, "pids": pids, "why": firing.what}
         self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts))
         return None
 
-    def _seconds(self, wanted: Wanted, process: str) -> float:
+    def _seconds(self, spec: TraceSpec, process: str) -> float:
         """How long a process is traced at most, as far as it can be said before."""
-        rate, most = self._desk.steps.per_second(process), self._config.traces.most_seconds
-        by_steps = 2 * ((wanted.steps or 0) + 1) * (1 / rate if rate else _GUESSED_STEP_S)
-        return min(by_steps if wanted.duration_s is None else wanted.duration_s, most)
+        rate, max_seconds = self._desk.steps.per_second(process), self._config.traces.most_seconds
+        step_seconds = 2 * ((spec.steps or 0) + 1) * (1 / rate if rate else _ASSUMED_STEP_S)
+        return min(step_seconds if spec.duration_s is None else spec.duration_s, max_seconds)
 
-    def _charges(self, request: TraceRequest, cause: Cause, at_ns: int) -> Iterator[Charge]:
+    def _charges(self, request: TraceRequest, cause: TriggerCause, at_ns: int) -> Iterator[Charge]:
         """What a request costs at most: one per process."""
         for process in dict.fromkeys(target.process for target in request.targets):
             files = sum(target.process == process for target in request.targets)
@@ -324,7 +338,7 @@ class Triggers:
                     if target.window_start_ns is not None and target.window_end_ns is not None:
                         window_ns = max(target.window_end_ns - target.window_start_ns, 0)
                         seconds.append(window_ns / 1e9 * target.attempt)
-                    elif target.state != "failed" or target.reason not in _UNTRACED:
+                    elif target.state != "failed" or target.reason not in _UNTRACED_REASONS:
                         seconds.append(charge.seconds)  # nobody measured it: what was set aside
                 charge.seconds = max(seconds)
                 charge.bytes = sum(target.bytes or 0 for target in targets)
@@ -338,23 +352,23 @@ class Triggers:
         if settled:
             self._write(settled)
 
-    def _write(self, charges: list[Charge] | None = None, gone: list[Charge] | None = None) -> None:
+    def _write(self, charges: list[Charge] | None = None, removed: list[Charge] | None = None) -> None:
         """Hand copies of what has changed to the disk's thread."""
         changed, self._changed = self._changed, set()
-        if charges or gone or changed:
+        if charges or removed or changed:
             rules = {name: copy.deepcopy(self.counts[name]) for name in changed}
-            self._disk.submit(self.store.put, copy.deepcopy(charges or []), rules, gone or [])
+            self._disk.submit(self.store.put, copy.deepcopy(charges or []), rules, removed or [])
 
 
-def _wanted(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Wanted:
+def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> TraceSpec:
     """What a rule asks the desk for."""
-    steps = USUAL_STEPS if rule.steps is None and rule.duration is None else rule.steps
-    return Wanted(
+    steps = DEFAULT_STEPS if rule.steps is None and rule.duration is None else rule.steps
+    return TraceSpec(
         pids=pids, job=job, profilers=rule.profilers, steps=steps, duration_s=rule.duration, shapes=rule.shapes,
         stacks=rule.stacks,
     )  # fmt: skip
 
 
-def on(rule: AnyRule) -> str:
+def get_rule_kind(rule: AnyRule) -> str:
     """The kind of a rule, as `on` of agent.toml names it."""
     return str(rule.__struct_config__.tag)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.config import OWNER_LABELS, TriggerBudget, TriggerRule
-from traceloom.agent.database import is_damage, opened, put_aside
+from traceloom.agent.database import is_corruption, move_damaged_file, open_database
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps
-from traceloom.system.units import duration, size
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter
+from traceloom.system.units import format_duration, format_size
 
 
 class TriggerRefusal(NamedTuple):
@@ -46,61 +46,70 @@ class ProcessIndex:
         board: Whose processes are replaced as a whole when they are looked at again.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._processes: Mapping[str, Process] | None = None
-        self._by: dict[tuple[str, str], list[Process]] = {}
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._indexed_processes: Mapping[str, Process] | None = None
+        self._processes_by_label: dict[tuple[str, str], list[Process]] = {}
 
-    def concerned(self, labels: Mapping[str, str]) -> list[Process]:
+    def find_by_labels(self, labels: Mapping[str, str]) -> list[Process]:
         """The processes that labels name, as `Firing` has them."""
         if "process" in labels:
-            process = self._board.processes.get(labels["process"])
+            process = self._snapshot.processes.get(labels["process"])
             return [process] if process is not None else []
         if "device" in labels:
-            whole = labels["device"]
-            parts = [uuid for uuid, device in self._board.devices.items() if device.parent == whole]
-            members = [process for uuid in (whole, *parts) for process in self._of("device", uuid)]
+            device_uuid = labels["device"]
+            partitions = [uuid for uuid, device in self._snapshot.devices.items() if device.parent == device_uuid]
+            members = [process for uuid in (device_uuid, *partitions) for process in self._look_up("device", uuid)]
             return list({process.key: process for process in members}.values())
         if "cgroup" in labels:
-            return self._of("cgroup", labels["cgroup"])
+            return self._look_up("cgroup", labels["cgroup"])
         if "job" in labels:
             rank = labels.get("rank")
-            members = self._of("job", labels["job"])
+            members = self._look_up("job", labels["job"])
             # A process may have told its rank with its steps, and nothing else knows it.
-            of_rank = [each for each in members if _rank(each) == rank] or [each for each in members if not _rank(each)]
-            return of_rank if rank else members
-        return list(self._board.processes.values())
+            with_rank = [member for member in members if _format_rank(member) == rank] or [
+                member for member in members if not _format_rank(member)
+            ]
+            return with_rank if rank else members
+        return list(self._snapshot.processes.values())
 
-    def of_job(self, uid: int, job: str) -> list[Process]:
+    def list_job_processes(self, uid: int, job: str) -> list[Process]:
         """The processes of a job that are a user's."""
-        return [process for process in self._of("job", job) if process.uid == uid]
+        return [process for process in self._look_up("job", job) if process.uid == uid]
 
-    def _of(self, label: str, value: str) -> list[Process]:
-        if self._processes is not self._board.processes:
-            self._processes, self._by = self._board.processes, {}
-            for process in self._processes.values():
+    def _look_up(self, label: str, value: str) -> list[Process]:
+        if self._indexed_processes is not self._snapshot.processes:
+            self._indexed_processes, self._processes_by_label = self._snapshot.processes, {}
+            for process in self._indexed_processes.values():
                 devices = dict.fromkeys((*process.devices, *process.owner.devices))
                 for key in (
                     ("job", process.owner.job),
                     ("cgroup", process.cgroup),
                     *(("device", uuid) for uuid in devices),
                 ):
-                    self._by.setdefault(key, []).append(process)
-        return self._by.get((label, value), [])
+                    self._processes_by_label.setdefault(key, []).append(process)
+        return self._processes_by_label.get((label, value), [])
 
 
-def owned_so(processes: Iterable[Process], where: Mapping[str, str]) -> list[Process]:
-    """Those whose owner is as `where` says."""
-    wanted = {label: value for label, value in where.items() if label in OWNER_LABELS}
+def filter_by_owner(processes: Iterable[Process], labels: Mapping[str, str]) -> list[Process]:
+    """Those whose owner is as `labels` says."""
+    owner_labels = {label: value for label, value in labels.items() if label in OWNER_LABELS}
     return [
-        each
-        for each in processes
-        if all((_rank(each) if label == "rank" else getattr(each.owner, label)) == wanted[label] for label in wanted)
+        process
+        for process in processes
+        if all(
+            (_format_rank(process) if label == "rank" else getattr(process.owner, label)) == owner_labels[label]
+            for label in owner_labels
+        )
     ]
 
 
-def chosen(
-    rule: TriggerRule, processes: Iterable[Process], index: ProcessIndex, polling: Collection[str], steps: Steps
+def select_targets(
+    rule: TriggerRule,
+    processes: Iterable[Process],
+    index: ProcessIndex,
+    registered_keys: Collection[str],
+    step_counter: StepCounter,
 ) -> Iterator[TriggerTarget]:
     """Whom a rule traces where something is about these processes.
 
@@ -108,60 +117,64 @@ def chosen(
         rule: Says which of them.
         processes: Those that it is about.
         index: Has the others of their jobs.
-        polling: Keys of processes whose PyTorch asks for traces.
-        steps: How fast they step.
+        registered_keys: Keys of processes whose PyTorch asks for traces.
+        step_counter: How fast they step.
     """
     groups: dict[tuple[int, str], list[Process]] = {}
-    for process in _without_launchers(list(processes)):
+    for process in _exclude_launchers(list(processes)):
         job = process.owner.job
-        of_job = bool(job) and rule.target != "process"
-        groups.setdefault((process.uid, job if of_job else process.key), []).append(process)
+        groups_by_job = bool(job) and rule.target != "process"
+        groups.setdefault((process.uid, job if groups_by_job else process.key), []).append(process)
     for (uid, key), members in groups.items():
-        some = members
+        candidates = members
         if members[0].owner.job == key:
-            some = index.of_job(uid, key)
-        some = _without_launchers(some)
+            candidates = index.list_job_processes(uid, key)
+        candidates = _exclude_launchers(candidates)
         if "timeline" in rule.profilers:
-            some = [each for each in some if each.key in polling]
-        if not some:
+            candidates = [member for member in candidates if member.key in registered_keys]
+        if not candidates:
             yield TriggerTarget(uid, key, (), TriggerRefusal("not-registered", "its PyTorch does not ask for traces"))
         elif rule.target == "slowest-and-median":
-            yield _slowest_and_median(rule, uid, key, some, steps)
+            yield _select_slowest_and_median(rule, uid, key, candidates, step_counter)
         else:
-            yield TriggerTarget(uid, key, tuple(some))
+            yield TriggerTarget(uid, key, tuple(candidates))
 
 
-def _without_launchers(processes: list[Process]) -> list[Process]:
+def _exclude_launchers(processes: list[Process]) -> list[Process]:
     """Without those that have no rank while others of their job have one."""
-    ranked = {each.owner.job for each in processes if each.owner.rank is not None}
-    return [each for each in processes if each.owner.rank is not None or each.owner.job not in ranked]
+    jobs_with_ranks = {process.owner.job for process in processes if process.owner.rank is not None}
+    return [
+        process for process in processes if process.owner.rank is not None or process.owner.job not in jobs_with_ranks
+    ]
 
 
-def _slowest_and_median(rule: TriggerRule, uid: int, key: str, processes: list[Process], steps: Steps) -> TriggerTarget:
-    measured: list[tuple[float, str]] = []
+def _select_slowest_and_median(
+    rule: TriggerRule, uid: int, key: str, processes: list[Process], step_counter: StepCounter
+) -> TriggerTarget:
+    seconds_per_step: list[tuple[float, str]] = []
     for process in processes:
-        lately = steps.lately(process.key)
-        if lately is None:
+        recent_steps = step_counter.lately(process.key)
+        if recent_steps is None:
             continue
-        amount = lately.seconds if rule.ranks_by == "steps" else lately.waited
-        if amount is not None:
-            measured.append((amount / lately.number, process.key))
-    if not measured:
-        what = "steps" if rule.ranks_by == "steps" else "waits for the data loader"
+        total_seconds = recent_steps.seconds if rule.ranks_by == "steps" else recent_steps.waited
+        if total_seconds is not None:
+            seconds_per_step.append((total_seconds / recent_steps.number, process.key))
+    if not seconds_per_step:
+        quantity = "steps" if rule.ranks_by == "steps" else "waits for the data loader"
         return TriggerTarget(
-            uid, key, (), TriggerRefusal("no-steps", f"{what} of its ranks are not known, so none is the slowest")
+            uid, key, (), TriggerRefusal("no-steps", f"{quantity} of its ranks are not known, so none is the slowest")
         )
-    measured.sort()
-    keys = {measured[-1][1], measured[(len(measured) - 1) // 2][1]}
+    seconds_per_step.sort()
+    keys = {seconds_per_step[-1][1], seconds_per_step[(len(seconds_per_step) - 1) // 2][1]}
     return TriggerTarget(uid, key, tuple(process for process in processes if process.key in keys))
 
 
-def _rank(process: Process) -> str:
+def _format_rank(process: Process) -> str:
     return "" if process.owner.rank is None else str(process.owner.rank)
 
 
 DAY_NS = 86_400 * 10**9
-_YOUNG_NS = 3600 * 10**9  # a process that is younger may be traced as long as one of this age
+_MIN_BUDGET_AGE_NS = 3600 * 10**9  # a process that is younger may be traced as long as one of this age
 
 
 class Charge(msgspec.Struct, kw_only=True):
@@ -188,7 +201,7 @@ class TriggerLedger:
     def __init__(self, budget: TriggerBudget) -> None:
         self._budget = budget
         self.charges: list[Charge] = []  # oldest first
-        self._fired: dict[tuple[str, int, str], int] = {}  # rule, user and target -> when last
+        self._last_fired_ns: dict[tuple[str, int, str], int] = {}  # rule, user and target -> when last
 
     def add(self, charges: Iterable[Charge], now_ns: int) -> None:
         """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
@@ -196,63 +209,65 @@ class TriggerLedger:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges.append(charge)
             key = (charge.rule, charge.uid, charge.target)
-            self._fired[key] = max(charge.at_ns, self._fired.get(key, 0))
+            self._last_fired_ns[key] = max(charge.at_ns, self._last_fired_ns.get(key, 0))
         self.charges.sort(key=lambda charge: charge.at_ns)
 
     def forget(self, before_ns: int) -> list[Charge]:
         """Drop settled charges of before an instant, at least a day ago; those that were dropped."""
-        gone = [charge for charge in self.charges if charge.settled and charge.at_ns < before_ns]
-        if gone:
+        removed = [charge for charge in self.charges if charge.settled and charge.at_ns < before_ns]
+        if removed:
             self.charges = [charge for charge in self.charges if not charge.settled or charge.at_ns >= before_ns]
-            self._fired = {key: at_ns for key, at_ns in self._fired.items() if at_ns >= before_ns}
-        return gone
+            self._last_fired_ns = {key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns}
+        return removed
 
     def cooling(self, rule: str, uid: int, target: str, cooldown_s: float, now_ns: int) -> float:
         """Seconds until the rule may trace the target of a user again; 0.0 where it may."""
-        fired_ns = self._fired.get((rule, uid, target))
+        fired_ns = self._last_fired_ns.get((rule, uid, target))
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
     def refusal(
-        self, processes: Sequence[Process], seconds: Mapping[str, float], files: int, now_ns: int
+        self, processes: Sequence[Process], seconds: Mapping[str, float], files_per_process: int, now_ns: int
     ) -> TriggerRefusal | None:
         """Why processes cannot be traced for so long (by key), with so many files each; None where they can."""
         for process in processes:
-            more = seconds[process.key]
-            spent = sum(charge.seconds for charge in self._counting(now_ns) if charge.process == process.key)
-            age_ns = min(max(now_ns - process.started_ns, _YOUNG_NS), DAY_NS)
-            allowed = self._budget.share * age_ns / 1e9
-            if spent + more > allowed:
+            requested_s = seconds[process.key]
+            spent_s = sum(
+                charge.seconds for charge in self._list_counted_charges(now_ns) if charge.process == process.key
+            )
+            age_ns = min(max(now_ns - process.started_ns, _MIN_BUDGET_AGE_NS), DAY_NS)
+            allowed_s = self._budget.share * age_ns / 1e9
+            if spent_s + requested_s > allowed_s:
                 return TriggerRefusal(
                     "budget-share",
-                    f"process {process.pid} was traced for {_text(spent)} of the last day, and {_text(more)} more "
-                    f"are above the {_text(allowed)} that `trigger_budget.share` allows",
+                    f"process {process.pid} was traced for {_format_seconds(spent_s)} of the last day, and {_format_seconds(requested_s)} more "
+                    f"are above the {_format_seconds(allowed_s)} that `trigger_budget.share` allows",
                 )  # fmt: skip
-        wanted, left = self.reserve(len(processes) * files), self.bytes_left(now_ns)
-        if wanted > left:
+        requested_bytes, remaining_bytes = self.reserve(len(processes) * files_per_process), self.bytes_left(now_ns)
+        if requested_bytes > remaining_bytes:
             return TriggerRefusal(
                 "budget-bytes",
-                f"{size(wanted)} are to be set aside, and {size(max(left, 0))} of `trigger_budget.mb_per_day` are left",
+                f"{format_size(requested_bytes)} are to be set aside, and {format_size(max(remaining_bytes, 0))} of `trigger_budget.mb_per_day` are left",
             )
         return None
 
-    def reserve(self, files: int) -> int:
+    def reserve(self, file_count: int) -> int:
         """Bytes that so many files have at most."""
-        return files * int(self._budget.mb_per_trace * 1e6)
+        return file_count * int(self._budget.mb_per_trace * 1e6)
 
     def bytes_left(self, now_ns: int) -> int:
         """What may be kept now; what runs counts with what it may have."""
-        return int(self._budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._counting(now_ns))
+        return int(self._budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._list_counted_charges(now_ns))
 
-    def _counting(self, now_ns: int) -> Iterable[Charge]:
+    def _list_counted_charges(self, now_ns: int) -> Iterable[Charge]:
         return (charge for charge in self.charges if charge.at_ns > now_ns - DAY_NS or not charge.settled)
 
 
-def _text(seconds: float) -> str:
-    return duration(int(seconds * 1e9))
+def _format_seconds(seconds: float) -> str:
+    return format_duration(int(seconds * 1e9))
 
 
 LOG = logging.getLogger("traceloom.agent")
-VERSION = 1
+SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS charges (
     request TEXT NOT NULL, process TEXT NOT NULL, document BLOB NOT NULL, PRIMARY KEY (request, process)
@@ -261,7 +276,7 @@ CREATE TABLE IF NOT EXISTS rules (name TEXT PRIMARY KEY, document BLOB NOT NULL)
 """
 
 
-class Fired(msgspec.Struct, frozen=True, kw_only=True):
+class LastFiring(msgspec.Struct, frozen=True, kw_only=True):
     """When a rule last made a request, and why. `uid`: whose the processes are."""
 
     at_ns: int
@@ -271,7 +286,7 @@ class Fired(msgspec.Struct, frozen=True, kw_only=True):
     uid: int
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class LastRefusal(msgspec.Struct, frozen=True, kw_only=True):
     """When a rule was last refused, and why."""
 
     at_ns: int
@@ -289,8 +304,8 @@ class RuleCounts(msgspec.Struct, kw_only=True):
     refusals: dict[str, int] = {}  # by reason
     traced_seconds: float = 0.0
     kept_bytes: int = 0
-    last: Fired | None = None
-    last_refusal: Refused | None = None
+    last: LastFiring | None = None
+    last_refusal: LastRefusal | None = None
 
 
 class TriggerStore:
@@ -329,12 +344,12 @@ class TriggerStore:
                 }
             except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
                 self.trouble = str(error)
-                self._put_aside()
+                self._set_aside_damaged_file()
                 self._try_open()
                 return [], {}
             return charges, rules
 
-    def put(self, charges: Sequence[Charge], rules: dict[str, RuleCounts], gone: Sequence[Charge] = ()) -> None:
+    def put(self, charges: Sequence[Charge], rules: dict[str, RuleCounts], removed: Sequence[Charge] = ()) -> None:
         """Write what has changed; what cannot be is said by `trouble`, and told to the next agent by the requests."""
         with self._lock:
             if self._database is None:
@@ -349,7 +364,7 @@ class TriggerStore:
                     )
                     database.executemany(
                         "DELETE FROM charges WHERE request = ? AND process = ?",
-                        [(charge.request, charge.process) for charge in gone],
+                        [(charge.request, charge.process) for charge in removed],
                     )
                     database.executemany(
                         "INSERT OR REPLACE INTO rules VALUES (?, ?)",
@@ -358,8 +373,8 @@ class TriggerStore:
                 self.trouble = ""
             except sqlite3.Error as error:
                 self.trouble = str(error)
-                if is_damage(error):
-                    self._put_aside()
+                if is_corruption(error):
+                    self._set_aside_damaged_file()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -372,17 +387,17 @@ class TriggerStore:
     def _try_open(self) -> None:
         try:
             try:
-                self._database = opened(self.path, _SCHEMA, VERSION, "database of triggers")
+                self._database = open_database(self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers")
             except sqlite3.DatabaseError as error:
-                if not is_damage(error):
+                if not is_corruption(error):
                     raise
-                self._put_aside()
-                self._database = opened(self.path, _SCHEMA, VERSION, "database of triggers")
+                self._set_aside_damaged_file()
+                self._database = open_database(self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers")
             self.trouble = ""
         except (OSError, sqlite3.Error) as error:
             self.trouble = str(error)
 
-    def _put_aside(self) -> None:
+    def _set_aside_damaged_file(self) -> None:
         if self._database is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._database.close()
@@ -390,8 +405,8 @@ class TriggerStore:
         if self.path is None:
             return
         try:
-            aside = put_aside(self.path)
+            damaged_path = move_damaged_file(self.path)
         except OSError as error:
             self.trouble = str(error)
             return
-        LOG.warning("what triggers have spent is damaged and put aside as %s", aside)
+        LOG.warning("what triggers have spent is damaged and put aside as %s", damaged_path)

@@ -20,16 +20,16 @@ from statistics import median
 from typing import NamedTuple, Protocol, TypeVar
 
 from traceloom.agent.config import CadenceRule, MetricRule, StepRegressionRule, XidRule
-from traceloom.agent.hangs.service import HangDesk
-from traceloom.agent.history import unit
+from traceloom.agent.hangs.service import HangService
+from traceloom.agent.history import get_unit
 from traceloom.agent.metrics import METRICS, PREFIX
-from traceloom.agent.snapshot import Board, Sheet
-from traceloom.agent.steps import Steps
+from traceloom.agent.snapshot import CollectorResult, Snapshot
+from traceloom.agent.steps import StepCounter
 from traceloom.errors import nearest
-from traceloom.system.units import byte_rate, count_of, duration, per_cent, size
+from traceloom.system.units import format_byte_rate, format_duration, format_percent, format_quantity, format_size
 
 
-class Firing(NamedTuple):
+class Occurrence(NamedTuple):
     """What a rule watches for is so now.
 
     `labels` say whom it is about: `process` (a key), `device` (a uuid), `cgroup`, or `job` and perhaps `rank`; without
@@ -46,7 +46,7 @@ class Firing(NamedTuple):
 class Watch(Protocol):
     """What a rule watches for. Called in the agent's loop, about once a second."""
 
-    def look(self, now_ns: int) -> Iterable[Firing]:
+    def look(self, now_ns: int) -> Iterable[Occurrence]:
         """What is so now; what merely happened is given once.
 
         Args:
@@ -76,7 +76,7 @@ class MatchingSeries(NamedTuple):
         return (self.metric, *(self.labels[0] if self.labels else (-1, "")))
 
 
-def matching(metric: str, where: Mapping[str, str]) -> MatchingSeries:
+def match_series(metric: str, where: Mapping[str, str]) -> MatchingSeries:
     """The series of a metric by those of the labels that it has."""
     names = METRICS[metric].labels
     return MatchingSeries(
@@ -92,22 +92,22 @@ class SeriesValues:
         wanted: What rules look at.
     """
 
-    def __init__(self, board: Board, wanted: Iterable[MatchingSeries]) -> None:
+    def __init__(self, board: Snapshot, watched: Iterable[MatchingSeries]) -> None:
         self._board = board
         self._columns: dict[str, set[int]] = {}
-        self._filed = {each.key for each in wanted}
+        self._filed = {matching.key for matching in watched}
         for metric, column, _ in self._filed:
             self._columns.setdefault(metric, set()).add(column)
-        self._sheets: dict[str, Sheet] = {}
+        self._sheets: dict[str, CollectorResult] = {}
         self._files: dict[str, dict[tuple[str, int, str], dict[Labels, float]]] = {}  # by collector
         self.changed = 0  # how often anything was delivered, or taken away
 
     def refresh(self) -> None:
         """Take what is new on the board: once per tick, for all rules."""
-        for collector in [name for name in self._sheets if name not in self._board.sheets]:
+        for collector in [name for name in self._sheets if name not in self._board.results]:
             del self._sheets[collector], self._files[collector]
             self.changed += 1
-        for collector, sheet in self._board.sheets.items():
+        for collector, sheet in self._board.results.items():
             before = self._sheets.get(collector)
             if before is not sheet:
                 files: dict[tuple[str, int, str], dict[Labels, float]] = {}
@@ -139,14 +139,14 @@ class SeriesValues:
 
     def delivered(self) -> set[str]:
         """Metrics that have a series now."""
-        return {metric for sheet in self._board.sheets.values() for metric, _ in sheet.values}
+        return {metric for sheet in self._board.results.values() for metric, _ in sheet.values}
 
 
-_MOST_GONE = 10_000  # series that are absent
+_MAX_ENDED_SERIES = 10_000  # series that are absent
 
 
 @dataclass(slots=True)
-class _SeriesSeen:
+class _SeriesState:
     """Of a series: its last value; since when it is as the rule says (None: it is not); and when it was there last."""
 
     value: float
@@ -170,46 +170,46 @@ class MetricWatch:
         self, rule: MetricRule, values: SeriesValues, still_there: Callable[[Mapping[str, str]], bool]
     ) -> None:
         self.rule = rule
-        self.matching = of_rule(rule)
+        self.matching = match_rule_series(rule)
         self._values, self._still_there = values, still_there
-        self._series: dict[Labels, _SeriesSeen] = {}
+        self._series: dict[Labels, _SeriesState] = {}
         self._looked = -1
         metric = METRICS[self.matching.metric]
         # The `device` of a network card is none that processes are on.
-        whose = () if metric.name.startswith("rdma_") else ("process", "device", "cgroup", "job", "rank")
-        self._whose = [(column, label) for column, label in enumerate(metric.labels) if label in whose]
+        owner_labels = () if metric.name.startswith("rdma_") else ("process", "device", "cgroup", "job", "rank")
+        self._whose = [(column, label) for column, label in enumerate(metric.labels) if label in owner_labels]
 
-    def look(self, now_ns: int) -> Iterator[Firing]:
+    def look(self, now_ns: int) -> Iterator[Occurrence]:
         """Series for which the rule holds, for as long as it does."""
         rule, fresh = self.rule, self._values.changed != self._looked
         if fresh:
             self._looked = self._values.changed
             self._take(now_ns)
-        for labels, seen in list(self._series.items()):
+        for labels, state in list(self._series.items()):
             if rule.absent is not None:
-                if now_ns - seen.at_ns < rule.absent * 1e9:
+                if now_ns - state.at_ns < rule.absent * 1e9:
                     continue
                 if not self._still_there({label: labels[column] for column, label in self._whose}):
                     del self._series[labels]
                     continue
-                since_ns, words = seen.at_ns, f"was absent for {(now_ns - seen.at_ns) / 1e9:.0f} s"
-            elif seen.since_ns is not None and seen.at_ns - seen.since_ns >= rule.for_seconds * 1e9:
-                measure, since_ns = unit(self.matching.metric), seen.since_ns
-                value = _written(seen.value, measure)
+                since_ns, description = state.at_ns, f"was absent for {(now_ns - state.at_ns) / 1e9:.0f} s"
+            elif state.since_ns is not None and state.at_ns - state.since_ns >= rule.for_seconds * 1e9:
+                measure, since_ns = get_unit(self.matching.metric), state.since_ns
+                value = _format_measure(state.value, measure)
                 if rule.changed is not None:
-                    apart = seen.greatest[0][1] - seen.least[0][1]
-                    words = f"changed by {_written(apart, measure)} within {rule.within:g} s, to {value}"
+                    apart = state.greatest[0][1] - state.least[0][1]
+                    description = f"changed by {_format_measure(apart, measure)} within {rule.within:g} s, to {value}"
                 else:
                     side, limit = ("above", rule.above) if rule.above is not None else ("below", rule.below)
                     lasting = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
-                    words = f"is {value}, {side} {_written(limit or 0.0, measure)}{lasting}"
+                    description = f"is {value}, {side} {_format_measure(limit or 0.0, measure)}{lasting}"
             else:
                 continue
             names = METRICS[self.matching.metric].labels
-            of = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
-            yield Firing(
+            label_text = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
+            yield Occurrence(
                 ({label: labels[column] for column, label in self._whose}), f"{labels}@{since_ns}",
-                f"{self.matching.metric}{f' of {of}' if of else ''} {words}", lasts=True,
+                f"{self.matching.metric}{f' of {label_text}' if label_text else ''} {description}", lasts=True,
             )  # fmt: skip
 
     def trouble(self) -> str:
@@ -225,45 +225,45 @@ class MetricWatch:
         return f"no series of `{metric}` has the labels of `where`"
 
     def _take(self, now_ns: int) -> None:
-        rule, there = self.rule, set()
+        rule, present = self.rule, set()
         for labels, value in self._values.of(self.matching):
             if math.isnan(value):
                 continue
-            there.add(labels)
-            seen = self._series.get(labels)
-            if seen is None:
-                seen = self._series[labels] = _SeriesSeen(value, None, now_ns)
-            seen.value, seen.at_ns = value, now_ns
+            present.add(labels)
+            state = self._series.get(labels)
+            if state is None:
+                state = self._series[labels] = _SeriesState(value, None, now_ns)
+            state.value, state.at_ns = value, now_ns
             if rule.changed is not None and rule.within is not None:
                 # How far the values since then are apart; each value enters and leaves each queue once
                 oldest_ns = now_ns - int(rule.within * 1e9)
-                for queue, sign in ((seen.least, 1.0), (seen.greatest, -1.0)):
+                for queue, sign in ((state.least, 1.0), (state.greatest, -1.0)):
                     while queue and queue[0][0] < oldest_ns:
                         queue.popleft()
-                    while queue and sign * queue[-1][1] >= sign * seen.value:
+                    while queue and sign * queue[-1][1] >= sign * state.value:
                         queue.pop()
-                    queue.append((seen.at_ns, seen.value))
-                holds = seen.greatest[0][1] - seen.least[0][1] >= rule.changed
+                    queue.append((state.at_ns, state.value))
+                is_met = state.greatest[0][1] - state.least[0][1] >= rule.changed
             else:
-                holds = (rule.above is not None and value > rule.above) or (
+                is_met = (rule.above is not None and value > rule.above) or (
                     rule.below is not None and value < rule.below
                 )
-            seen.since_ns = (seen.since_ns if seen.since_ns is not None else now_ns) if holds else None
-        gone = [labels for labels in self._series if labels not in there]
+            state.since_ns = (state.since_ns if state.since_ns is not None else now_ns) if is_met else None
+        missing = [labels for labels in self._series if labels not in present]
         # What is not there is not above anything; an absent one is kept until those whom it was of are gone.
-        for labels in gone if rule.absent is None else gone[:-_MOST_GONE]:
+        for labels in missing if rule.absent is None else missing[:-_MAX_ENDED_SERIES]:
             del self._series[labels]
 
 
-def _written(value: float, measure: str) -> str:
+def _format_measure(value: float, measure: str) -> str:
     if measure in ("bytes", "bytes/s") and math.isfinite(value):
-        return size(int(value)) if measure == "bytes" else byte_rate(value)
+        return format_size(int(value)) if measure == "bytes" else format_byte_rate(value)
     return f"{value:.4g}" if measure in ("", "1", "ratio") else f"{value:.4g} {measure}"
 
 
-def of_rule(rule: MetricRule) -> MatchingSeries:
+def match_rule_series(rule: MetricRule) -> MatchingSeries:
     """The series that a rule looks at."""
-    return matching(rule.metric.removeprefix(PREFIX), rule.where)
+    return match_series(rule.metric.removeprefix(PREFIX), rule.where)
 
 
 Event = TypeVar("Event")
@@ -276,18 +276,18 @@ class OomKillWatch:
         board: Where kills are noted.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Snapshot) -> None:
         self._board = board
         self._last = board.oom_kills[-1] if board.oom_kills else None
 
-    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Kills since the last look."""
         kills, last = self._board.oom_kills, self._last
         self._last = kills[-1] if kills else last
-        for kill in _since(kills, last):
-            yield Firing(
+        for kill in _select_new_events(kills, last):
+            yield Occurrence(
                 {"job": kill.job} if kill.job else {"cgroup": kill.cgroup}, f"{kill.cgroup}@{kill.at_ns}",
-                f"{count_of(kill.kills, 'process')} killed for want of memory in {kill.cgroup}",
+                f"{format_quantity(kill.kills, 'process')} killed for want of memory in {kill.cgroup}",
             )  # fmt: skip
 
     def trouble(self) -> str:
@@ -304,19 +304,19 @@ class XidWatch:
         board: Where events of devices are noted.
     """
 
-    def __init__(self, rule: XidRule, board: Board) -> None:
+    def __init__(self, rule: XidRule, board: Snapshot) -> None:
         self._rule, self._board = rule, board
         self._last = board.events[-1] if board.events else None
 
-    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Errors since the last look."""
         events, last = self._board.events, self._last
         self._last = events[-1] if events else last
-        for event in _since(events, last):
+        for event in _select_new_events(events, last):
             if event.kind == "xid" and (not self._rule.codes or event.code in self._rule.codes):
                 code = "" if event.code is None else f" {event.code}"
                 text = f": {event.text}" if event.text else ""
-                yield Firing(
+                yield Occurrence(
                     {"device": event.device}, f"{event.device}@{event.at_ns}{code}",
                     f"Xid{code} of device {event.device}{text}",
                 )  # fmt: skip
@@ -327,7 +327,7 @@ class XidWatch:
         return "" if nvidia else "no device of NVIDIA is here, and only those have Xid errors"
 
 
-def _since(events: Sequence[Event], last: Event | None) -> Sequence[Event]:
+def _select_new_events(events: Sequence[Event], last: Event | None) -> Sequence[Event]:
     """Those after the last that was seen; all where it is no longer there."""
     for index in range(len(events) - 1, -1, -1):
         if events[index] is last:
@@ -342,17 +342,17 @@ class HangRuleWatch:
         hangs: Knows them.
     """
 
-    def __init__(self, hangs: HangDesk) -> None:
+    def __init__(self, hangs: HangService) -> None:
         self._hangs = hangs
         self._known: frozenset[str] | None = None  # as of the last look; None before it: what an earlier agent saw
 
-    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Hangs that began since the last look and of which it is known whom the others wait for."""
         described = [record for record in self._hangs.records if record.sentence]
         before, self._known = self._known, frozenset(record.id for record in described)
         for record in described:
             if before is not None and record.id not in before and record.state == "hangs":
-                yield Firing({"job": record.hang.job}, record.id, record.sentence)
+                yield Occurrence({"job": record.hang.job}, record.id, record.sentence)
 
     def trouble(self) -> str:
         """Whether hangs are watched for here."""
@@ -374,24 +374,24 @@ class CadenceWatch:
         self.phase_ns = int.from_bytes(digest[:8], "big") % self._every_ns
         self._first = (now_ns - self.phase_ns) // self._every_ns
 
-    def look(self, now_ns: int) -> Iterator[Firing]:
+    def look(self, now_ns: int) -> Iterator[Occurrence]:
         """The stretch that is now."""
-        stretch = (now_ns - self.phase_ns) // self._every_ns
-        if stretch != self._first:
-            yield Firing({}, f"{self._name}#{stretch}", f"every {duration(self._every_ns)}")
+        period = (now_ns - self.phase_ns) // self._every_ns
+        if period != self._first:
+            yield Occurrence({}, f"{self._name}#{period}", f"every {format_duration(self._every_ns)}")
 
     def trouble(self) -> str:
         """A clock always goes on."""
         return ""
 
 
-_BEFORE = 4  # so many times N steps are what they were before
+_HISTORY_FACTOR = 4  # so many times N steps are what they were before
 _DEVIATIONS = 4.9  # standard deviations of the number above the median: one chance in two million
-_MOST_PROCESSES = 4096
+_MAX_PROCESSES = 4096
 
 
 @dataclass(slots=True)
-class _Past:
+class _StepHistory:
     """Durations of a process in seconds: those before, and the last ones until there are N."""
 
     before: deque[float]
@@ -411,13 +411,17 @@ class StepRegressionWatch:
     """
 
     def __init__(
-        self, rule: StepRegressionRule, steps: Steps, is_traced: Callable[[str], bool], exists: Callable[[str], bool]
+        self,
+        rule: StepRegressionRule,
+        steps: StepCounter,
+        is_traced: Callable[[str], bool],
+        exists: Callable[[str], bool],
     ) -> None:
         self._rule, self._is_traced, self._exists = rule, is_traced, exists
-        self._past: dict[str, _Past] = {}
+        self._past: dict[str, _StepHistory] = {}
         steps.listeners.append(self._hear)
 
-    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Processes that are slower than they were."""
         for process, past in list(self._past.items()):
             if past.slow is None:
@@ -427,10 +431,10 @@ class StepRegressionWatch:
                 continue
             before, now = past.slow
             pid = process.partition("@")[0]
-            yield Firing(
+            yield Occurrence(
                 {"process": process}, f"{process}#{past.episode}",
-                f"the last {self._rule.last} steps of process {pid} took {duration(int(now * 1e9))} "
-                f"in the median, {per_cent(now / before - 1)} % more than the {duration(int(before * 1e9))} before",
+                f"the last {self._rule.last} steps of process {pid} took {format_duration(int(now * 1e9))} "
+                f"in the median, {format_percent(now / before - 1)} % more than the {format_duration(int(before * 1e9))} before",
             )  # fmt: skip
 
     def trouble(self) -> str:
@@ -443,9 +447,9 @@ class StepRegressionWatch:
         past = self._past.get(process)
         if past is None:
             self._past = {key: old for key, old in self._past.items() if self._exists(key)}
-            if len(self._past) >= _MOST_PROCESSES:
+            if len(self._past) >= _MAX_PROCESSES:
                 return
-            past = self._past[process] = _Past(deque(maxlen=_BEFORE * self._rule.last))
+            past = self._past[process] = _StepHistory(deque(maxlen=_HISTORY_FACTOR * self._rule.last))
         for seconds, number in durations:
             # Steps with one mean, as probes see them, are no witnesses of their own: it takes ten looks at least.
             past.last += [seconds] * min(number, max(self._rule.last // 10, 1))
@@ -456,8 +460,8 @@ class StepRegressionWatch:
                     past.before.extend(window)
                     continue
                 before, now = median(past.before), median(window)
-                above = sum(each > before for each in window)
-                certain = above - len(window) / 2 >= _DEVIATIONS * math.sqrt(len(window)) / 2
+                slower_count = sum(duration > before for duration in window)
+                certain = slower_count - len(window) / 2 >= _DEVIATIONS * math.sqrt(len(window)) / 2
                 if certain and now > before * (1 + self._rule.by):
                     past.episode += past.slow is None
                     past.slow = (before, now)

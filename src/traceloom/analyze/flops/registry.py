@@ -12,25 +12,25 @@ from typing import Any
 
 from msgspec import Struct
 
-SIZES = {
+DTYPE_BYTES = {
     "fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 1, "complex32": 4, "complex64": 8,
     "complex128": 16, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2,
     "uint8": 1, "bool": 1, "1-byte": 1, "2-byte": 2, "4-byte": 4, "8-byte": 8, "16-byte": 16,
 }  # fmt: skip
 """Bytes per element; two fp4 values share a byte, and PyTorch's shapes count such bytes."""
 
-_RECORDED = {
+_DTYPES_BY_RECORDED_NAME = {
     "double": "fp64", "float": "fp32", "c10::half": "fp16", "half": "fp16", "c10::bfloat16": "bf16",
     "bfloat16": "bf16", "long int": "int64", "long": "int64", "int": "int32", "short int": "int16", "short": "int16",
     "signed char": "int8", "char": "int8", "unsigned char": "uint8", "bool": "bool", "unsigned int": "uint32",
     "unsigned short": "uint16", "unsigned long": "uint64", "c10::complex<float>": "complex64",
     "c10::complex<double>": "complex128", "c10::complex<c10::half>": "complex32", "c10::float4_e2m1fn_x2": "fp4",
 }  # fmt: skip
-_CODES = {
+_DTYPES_BY_SCALAR_TYPE = {
     0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "fp16", 6: "fp32", 7: "fp64", 8: "complex32",
     9: "complex64", 10: "complex128", 11: "bool", 15: "bf16", 23: "fp8", 24: "fp8", 25: "fp8", 26: "fp8",
 }  # fmt: skip
-_LISTS = ("TensorList", "OptionalTensorList", "GenericList")
+_TENSOR_LIST_TYPES = ("TensorList", "OptionalTensorList", "GenericList")
 
 
 class Unknown(Exception):  # noqa: N818  (it is no error: a model that cannot tell says so)
@@ -59,7 +59,7 @@ class Tensor:
     @property
     def size(self) -> int:
         """Bytes of one element."""
-        return SIZES[self.dtype]
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -74,19 +74,19 @@ class Tensor:
         return math.prod(size for size, stride in zip(self.shape, self.strides, strict=True) if stride or not size)
 
 
-def dtype_of(recorded: str) -> str | None:
+def parse_dtype(recorded: str) -> str | None:
     """Our name of a recorded element type (`c10::BFloat16` is bf16); None for what is no tensor.
 
     Example:
         >>> dtype_of("c10::BFloat16"), dtype_of("long int"), dtype_of("c10::Float8_e4m3fnuz"), dtype_of("Scalar")
         ('bf16', 'int64', 'fp8', None)
     """
-    plain = recorded.lower()
-    return "fp8" if plain.startswith("c10::float8") else _RECORDED.get(plain)
+    lower_case = recorded.lower()
+    return "fp8" if lower_case.startswith("c10::float8") else _DTYPES_BY_RECORDED_NAME.get(lower_case)
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedKernel:
     """A kernel that a call launched: its name, and how many blocks it has in each dimension."""
 
     name: str
@@ -118,145 +118,148 @@ class Call:
     list_type: str = ""
     batch: str = ""
     inside: tuple[Call, ...] = ()
-    kernels: tuple[Launched, ...] = ()
+    kernels: tuple[LaunchedKernel, ...] = ()
 
-    def has(self, at: int) -> bool:
-        """Whether input `at` is a tensor."""
-        return at < len(self.types) and at < len(self.shapes) and dtype_of(self.types[at]) is not None
+    def has(self, index: int) -> bool:
+        """Whether input `index` is a tensor."""
+        return index < len(self.types) and index < len(self.shapes) and parse_dtype(self.types[index]) is not None
 
-    def tensor(self, at: int) -> Tensor:
-        """Input `at`.
+    def tensor(self, index: int) -> Tensor:
+        """Input `index`.
 
         Raises:
             Unknown: It is no tensor, or not recorded.
         """
-        if not self.has(at):
-            raise Unknown(f"input {at} is not recorded as a tensor")
-        strides = self.strides[at] if at < len(self.strides) else None
-        dtype = dtype_of(self.types[at])
+        if not self.has(index):
+            raise Unknown(f"input {index} is not recorded as a tensor")
+        strides = self.strides[index] if index < len(self.strides) else None
+        dtype = parse_dtype(self.types[index])
         assert dtype is not None
-        return Tensor(_sizes(self.shapes[at]), dtype, _sizes(strides) if strides else None)
+        return Tensor(_parse_shape(self.shapes[index]), dtype, _parse_shape(strides) if strides else None)
 
     def tensors(self) -> list[Tensor]:
         """All inputs that are tensors, in order; lists of tensors are left out."""
         return self.optional(*range(len(self.types)))
 
-    def optional(self, *places: int) -> list[Tensor]:
+    def optional(self, *indices: int) -> list[Tensor]:
         """Those of some inputs that are tensors."""
-        return [self.tensor(at) for at in places if self.has(at)]
+        return [self.tensor(index) for index in indices if self.has(index)]
 
-    def tensor_list(self, at: int) -> list[Tensor]:
-        """Input `at`, a list of tensors.
+    def tensor_list(self, index: int) -> list[Tensor]:
+        """Input `index`, a list of tensors.
 
         Raises:
             Unknown: Shapes or the element type are not recorded.
         """
-        shapes = self.shapes[at] if at < len(self.shapes) else []
+        shapes = self.shapes[index] if index < len(self.shapes) else []
         if not shapes or not all(isinstance(shape, list) for shape in shapes):
-            raise Unknown(f"the shapes of the list in input {at} are not recorded")
-        if self.list_type not in SIZES:
+            raise Unknown(f"the shapes of the list in input {index} are not recorded")
+        if self.list_type not in DTYPE_BYTES:
             raise Unknown(
                 "the element type of a list of tensors is not recorded, and the name of the kernel does not say it"
             )
-        return [Tensor(_sizes(shape), self.list_type) for shape in shapes]
+        return [Tensor(_parse_shape(shape), self.list_type) for shape in shapes]
 
-    def is_list(self, at: int) -> bool:
-        """Whether input `at` is a list of tensors."""
-        return at < len(self.types) and self.types[at] in _LISTS
+    def is_list(self, index: int) -> bool:
+        """Whether input `index` is a list of tensors."""
+        return index < len(self.types) and self.types[index] in _TENSOR_LIST_TYPES
 
-    def text(self, at: int) -> str:
-        """The recorded value of input `at`; "" where there is none."""
-        return self.concrete[at].strip() if at < len(self.concrete) else ""
+    def text(self, index: int) -> str:
+        """The recorded value of input `index`; "" where there is none."""
+        return self.concrete[index].strip() if index < len(self.concrete) else ""
 
-    def integer(self, at: int, default: int | None = None) -> int:
-        """The recorded whole number of input `at`.
+    def integer(self, index: int, default: int | None = None) -> int:
+        """The recorded whole number of input `index`.
 
         Raises:
             Unknown: None is recorded, and there is no default.
         """
         try:
-            return int(self.text(at))
+            return int(self.text(index))
         except ValueError:
             if default is None:
-                raise Unknown(f"the value of input {at} is not recorded") from None
+                raise Unknown(f"the value of input {index} is not recorded") from None
             return default
 
-    def number(self, at: int, default: float) -> float:
-        """The recorded number of input `at`."""
+    def number(self, index: int, default: float) -> float:
+        """The recorded number of input `index`."""
         try:
-            return float(self.text(at))
+            return float(self.text(index))
         except ValueError:
             return default
 
-    def flag(self, at: int) -> bool:
-        """The recorded yes or no of input `at`.
+    def flag(self, index: int) -> bool:
+        """The recorded yes or no of input `index`.
 
         Raises:
             Unknown: None is recorded.
         """
-        text = self.text(at)
+        text = self.text(index)
         if text not in ("True", "False"):
-            raise Unknown(f"the value of input {at} is not recorded")
+            raise Unknown(f"the value of input {index} is not recorded")
         return text == "True"
 
-    def integers(self, at: int) -> list[int] | None:
-        """The recorded list of whole numbers of input `at`; a single number is a list of one; None where absent."""
+    def integers(self, index: int) -> list[int] | None:
+        """The recorded list of whole numbers of input `index`; a single number is a list of one; None where absent."""
         try:
-            value = json.loads(self.text(at).replace("True", "1").replace("False", "0"))
+            value = json.loads(self.text(index).replace("True", "1").replace("False", "0"))
         except ValueError:
             return None
         value = [value] if isinstance(value, int) else value
         return value if isinstance(value, list) and all(isinstance(element, int) for element in value) else None
 
-    def sizes(self, at: int, rank: int) -> list[int]:
+    def sizes(self, index: int, rank: int) -> list[int]:
         """As `integers`, for `rank` dimensions: a list of one stands for all.
 
         Raises:
             Unknown: None is recorded, or of another length.
         """
-        values = self.integers(at)
+        values = self.integers(index)
         if values is None:
-            raise Unknown(f"the value of input {at} is not recorded")
+            raise Unknown(f"the value of input {index} is not recorded")
         values = values * rank if len(values) == 1 else values
         if len(values) != rank:
-            raise Unknown(f"input {at} has {len(values)} numbers for {rank} dimensions")
+            raise Unknown(f"input {index} has {len(values)} numbers for {rank} dimensions")
         return values
 
-    def dtype_code(self, at: int) -> str | None:
-        """The element type whose number stands in input `at`; None where there is none."""
+    def dtype_code(self, index: int) -> str | None:
+        """The element type whose number stands in input `index`; None where there is none."""
         try:
-            return _CODES.get(int(self.text(at)))
+            return _DTYPES_BY_SCALAR_TYPE.get(int(self.text(index)))
         except ValueError:
             return None
 
 
-def _sizes(shape: Any) -> tuple[int, ...]:
+def _parse_shape(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
         raise Unknown("a shape is not recorded as numbers")
     return tuple(shape)
 
 
-def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+def derive_broadcast_shape(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that PyTorch gives an elementwise result.
 
     Raises:
         Unknown: The shapes do not fit each other.
     """
     out: list[int] = []
-    for at in range(1, max((len(shape) for shape in shapes), default=0) + 1):
-        sizes = {shape[-at] for shape in shapes if len(shape) >= at} - {1}
+    for dim in range(1, max((len(shape) for shape in shapes), default=0) + 1):
+        sizes = {shape[-dim] for shape in shapes if len(shape) >= dim} - {1}
         if len(sizes) > 1:
             raise Unknown("the recorded shapes do not fit each other")
         out.append(sizes.pop() if sizes else 1)
     return tuple(reversed(out))
 
 
-_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "fp8", "fp16", "bf16", "fp32", "fp64")
-_COMPLEX = ("complex32", "complex64", "complex128")
-_MEET = (({"fp16", "bf16"}, "fp32"), ({"uint8", "int8"}, "int16"))  # neither holds the values of the other
+_PROMOTION_ORDER = ("bool", "uint8", "int8", "int16", "int32", "int64", "fp8", "fp16", "bf16", "fp32", "fp64")
+_COMPLEX_DTYPES = ("complex32", "complex64", "complex128")
+_MIXED_DTYPE_PROMOTIONS = (
+    ({"fp16", "bf16"}, "fp32"),
+    ({"uint8", "int8"}, "int16"),
+)  # neither holds the values of the other
 
 
-def promoted(tensors: list[Tensor]) -> str:
+def derive_promoted_dtype(tensors: list[Tensor]) -> str:
     """The element type of an elementwise result of several tensors, by PyTorch's rule.
 
     A tensor without dimensions changes the type only by its category (truth value, integer, floating point, complex).
@@ -264,15 +267,17 @@ def promoted(tensors: list[Tensor]) -> str:
     Raises:
         Unknown: There is none.
     """
-    order = [*_ORDER, *_COMPLEX]
+    order = [*_PROMOTION_ORDER, *_COMPLEX_DTYPES]
     highest, categories = [], []  # of the tensors with dimensions, and of those without
-    for with_sizes in (True, False):
-        dtypes = [tensor.dtype for tensor in tensors if bool(tensor.shape) == with_sizes]
-        dtypes += [wider for pair, wider in _MEET if pair <= set(dtypes)]
+    for has_dims in (True, False):
+        dtypes = [tensor.dtype for tensor in tensors if bool(tensor.shape) == has_dims]
+        dtypes += [wider for pair, wider in _MIXED_DTYPE_PROMOTIONS if pair <= set(dtypes)]
         if dtypes:
             dtype = max(dtypes, key=lambda dtype: order.index(dtype) if dtype in order else -1)
             highest.append(dtype)
-            categories.append(3 if dtype in _COMPLEX else 2 if dtype.startswith(("fp", "bf")) else int(dtype != "bool"))
+            categories.append(
+                3 if dtype in _COMPLEX_DTYPES else 2 if dtype.startswith(("fp", "bf")) else int(dtype != "bool")
+            )
     if not highest:
         raise Unknown("no input is recorded as a tensor")
     if len(highest) == 1 or categories[1] <= categories[0]:
@@ -280,7 +285,7 @@ def promoted(tensors: list[Tensor]) -> str:
     return "fp32" if highest[1] == "fp64" else highest[1]  # a Python number is recorded as a double, becomes a float
 
 
-def parsed(text: str | None) -> list[Any]:
+def parse_json_list(text: str | None) -> list[Any]:
     """A list from its JSON text; empty where there is none."""
     if not text:
         return []
@@ -313,31 +318,31 @@ class Work(Struct, frozen=True):
             raise ValueError("FLOPs and bytes cannot be negative")
 
 
-Model = Callable[[Call], Work]
+WorkModel = Callable[[Call], Work]
 
 
-class _Registered(Struct, frozen=True):
+class _RegisteredModel(Struct, frozen=True):
     """A model, what kind of operator it is for, and whether it asks for what is inside a call."""
 
-    model: Model
+    model: WorkModel
     family: str
     inside: bool
 
 
-_MOST = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
+_MAX_WORK = 1 << 56  # minutes of the fastest device for one call; sums of many calls must stay in 64 bits
 
 
 class Registry:
     """Models by the names of operators."""
 
     def __init__(self) -> None:
-        self._exact: dict[str, _Registered] = {}
-        self._patterns: dict[str, _Registered] = {}
+        self._exact: dict[str, _RegisteredModel] = {}
+        self._patterns: dict[str, _RegisteredModel] = {}
         self.generation = 0  # grows with every change, so that remembered results are not used after it
 
     def register(
         self, *names: str, family: str = "own", inputs: int | None = None, inside: bool = False
-    ) -> Callable[[Model], Model]:
+    ) -> Callable[[WorkModel], WorkModel]:
         """Give operators a model; a later one replaces an earlier one.
 
         Args:
@@ -348,7 +353,7 @@ class Registry:
                 own; such a call is then not modelled.
         """
 
-        def add(original: Model) -> Model:
+        def add(original: WorkModel) -> WorkModel:
             @wraps(original)
             def model(call: Call) -> Work:
                 if inputs is not None and len(call.shapes) > inputs:
@@ -356,7 +361,7 @@ class Registry:
                 return original(call)
 
             for name in names:
-                (self._patterns if "*" in name else self._exact)[name] = _Registered(model, family, inside)
+                (self._patterns if "*" in name else self._exact)[name] = _RegisteredModel(model, family, inside)
             self.generation += 1
             return original
 
@@ -371,20 +376,20 @@ class Registry:
 
     def looks_inside(self, name: str) -> bool:
         """Whether the model of an operator asks for what is inside a call."""
-        registered = self._registered(name)
+        registered = self._find_registered(name)
         return registered is not None and registered.inside
 
     def family(self, name: str) -> str | None:
         """What kind of operator has that name; None where it has no model."""
-        registered = self._registered(name)
+        registered = self._find_registered(name)
         return registered.family if registered else None
 
-    def find(self, name: str) -> Model | None:
+    def find(self, name: str) -> WorkModel | None:
         """The model of an operator, or None."""
-        registered = self._registered(name)
+        registered = self._find_registered(name)
         return registered.model if registered else None
 
-    def _registered(self, name: str) -> _Registered | None:
+    def _find_registered(self, name: str) -> _RegisteredModel | None:
         exact = self._exact.get(name)
         if exact is not None:
             return exact
@@ -407,9 +412,9 @@ class Registry:
             return str(why)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             return f"the model cannot read the recorded inputs ({type(error).__name__}: {error})"
-        if not isinstance(work, Work) or work.dtype not in SIZES:
+        if not isinstance(work, Work) or work.dtype not in DTYPE_BYTES:
             return "the model gave no usable answer"
-        if max(work.flops, work.bytes, work.recomputed) > _MOST:
+        if max(work.flops, work.bytes, work.recomputed) > _MAX_WORK:
             return "the recorded shapes are too large to be true"
         return work
 

@@ -11,7 +11,7 @@ import os
 import sys
 
 
-def _chain(directory):
+def _run_hidden_sitecustomize(directory):
     """Run the sitecustomize that ours hides, exactly as Python would have done."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != directory]
     try:  # what `importlib` is made of; its Python face costs milliseconds
@@ -82,7 +82,7 @@ def _begin():
         sys.stderr.write("traceloom: recording did not start, your program goes on: %r [recorder-failed]\n" % (error,))
 
 
-def _hook():
+def _install_hook():
     if os.environ.get("TRACELOOM_RECORD"):
         sys.meta_path.insert(0, _TorchFinder())
         marker = os.environ.get("TRACELOOM_MARKER")
@@ -91,7 +91,7 @@ def _hook():
                 os.close(os.open(marker, os.O_CREAT | os.O_WRONLY))
         except OSError:
             pass  # Only a diagnosis would have used it.
-    _chain(os.path.dirname(os.path.abspath(__file__)))
+    _run_hidden_sitecustomize(os.path.dirname(os.path.abspath(__file__)))
 
 
-_hook()
+_install_hook()

@@ -14,17 +14,17 @@ import polars as pl
 
 from traceloom.trace.frames import Result
 
-LEAST_PEERS = 4
+MIN_PEERS = 4
 """Hosts, or ranks, that have to be compared."""
 
-FAR = 3.5
+OUTLIER_Z = 3.5
 """The robust z from which on one is an outlier (Iglewicz and Hoaglin, 1993)."""
 
-LEAST_RATIO = 1.05
+MIN_RATIO = 1.05
 """... if it is slower than its peers by this as well: alike peers make any difference a far one."""
 
-_LEAST_SCATTER = 0.005
-_ROBUST = 1.4826  # of the median distance: the standard deviation, where values are normal
+_MIN_SCATTER = 0.005
+_MAD_TO_SIGMA = 1.4826  # of the median distance: the standard deviation, where values are normal
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Outliers(Result):
     ranks: pl.DataFrame
 
 
-def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Outliers:
+def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Outliers:
     """Compare hosts and ranks.
 
     Args:
@@ -51,11 +51,13 @@ def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFram
         captures: The same, of the same days.
         devices: The same.
     """
-    where = devices.select("capture", "rank", "host").unique(["capture", "rank"]).filter(pl.col("host").is_not_null())
+    rank_hosts = (
+        devices.select("capture", "rank", "host").unique(["capture", "rank"]).filter(pl.col("host").is_not_null())
+    )
     jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
     keys = ["kernel", "shapes", "device_model"]
     # Rows are many and names few: they are grouped as numbers.
-    ranks_of = where.join(jobs, on="capture").with_columns(pl.col("host", "job").cast(pl.Categorical))
+    ranks_of = rank_hosts.join(jobs, on="capture").with_columns(pl.col("host", "job").cast(pl.Categorical))
     # A job may do less work of the same shape than another, but not shorter: the median over jobs counts.
     means = (
         kernels.filter(pl.col("count") > 0, pl.col("total_ns") > 0)
@@ -66,41 +68,41 @@ def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFram
         .group_by(*keys, "host")
         .agg(pl.col("mean").median())
         .with_columns(distance=(pl.col("mean") / pl.col("mean").median().over(keys)).log(), peers=pl.len().over(keys))
-        .filter(pl.col("peers") >= LEAST_PEERS)
+        .filter(pl.col("peers") >= MIN_PEERS)
     )
-    of_hosts = means.group_by(pl.col("host", "device_model").cast(pl.String)).agg(
+    host_distances = means.group_by(pl.col("host", "device_model").cast(pl.String)).agg(
         pl.col("distance").median(), kernels=pl.len()
     )
-    ran = where.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
-    hosts = _judged(of_hosts.join(ran, on="host"), ["device_model"])
+    ran = rank_hosts.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
+    hosts = _compare_with_peers(host_distances.join(ran, on="host"), ["device_model"])
 
     times = devices.filter(pl.col("rank").is_not_null()).group_by("capture", "rank").agg(
         pl.col("compute_ns").sum(), pl.col("host").last()
     ).filter(pl.col("compute_ns") > 0)  # fmt: skip
-    of_ranks = (
+    rank_distances = (
         times.with_columns(distance=(pl.col("compute_ns") / pl.col("compute_ns").median().over("capture")).log())
         .join(captures.select("capture", "start_ns", job=pl.coalesce("job", "capture")), on="capture")
         .sort("start_ns")
         .group_by("job", "rank")
         .agg(pl.col("distance").median(), pl.col("host").last(), captures=pl.len())
     )
-    ranks = _judged(of_ranks, ["job"])
+    ranks = _compare_with_peers(rank_distances, ["job"])
     return Outliers(
         hosts.select("host", "device_model", "ratio", "z", "outlier", "kernels", "jobs"),
         ranks.select("job", "rank", "host", "ratio", "z", "outlier", "captures"),
     )
 
 
-def _judged(scores: pl.LazyFrame, peers: Sequence[str]) -> pl.DataFrame:
+def _compare_with_peers(scores: pl.LazyFrame, peers: Sequence[str]) -> pl.DataFrame:
     """Each against its peers, the slowest first; those with too few peers are left out."""
     distance = pl.col("distance")
     off = distance - distance.median().over(peers)
-    scatter = (off.abs().median().over(peers) * _ROBUST).clip(lower_bound=_LEAST_SCATTER)
+    scatter = (off.abs().median().over(peers) * _MAD_TO_SIGMA).clip(lower_bound=_MIN_SCATTER)
     return (
         scores.with_columns(count=pl.len().over(peers))
-        .filter(pl.col("count") >= LEAST_PEERS)
+        .filter(pl.col("count") >= MIN_PEERS)
         .with_columns(z=off / scatter, ratio=off.exp())
-        .with_columns(outlier=(pl.col("z") >= FAR) & (pl.col("ratio") >= LEAST_RATIO))
+        .with_columns(outlier=(pl.col("z") >= OUTLIER_Z) & (pl.col("ratio") >= MIN_RATIO))
         .collect()
         .sort("z", *peers, descending=[True, *(False for _ in peers)])
     )
@@ -121,18 +123,18 @@ class CommonFindings(Result):
     captures: int
 
 
-def common_findings(findings: pl.LazyFrame, captures: pl.LazyFrame) -> CommonFindings:
+def count_common_findings(findings: pl.LazyFrame, captures: pl.LazyFrame) -> CommonFindings:
     """Count findings.
 
     Args:
         findings: Rows of this table.
         captures: The same; a capture of no job is a job of its own.
     """
-    about = captures.select("capture", job=pl.coalesce("job", "capture"))
-    every = int(about.select(pl.col("capture").n_unique()).collect().item())
+    capture_jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
+    capture_count = int(capture_jobs.select(pl.col("capture").n_unique()).collect().item())
     saving = pl.col("saving_fraction")
     rows = (
-        findings.join(about, on="capture")
+        findings.join(capture_jobs, on="capture")
         .group_by(rule="slug")
         .agg(
             findings=pl.len(),
@@ -142,7 +144,7 @@ def common_findings(findings: pl.LazyFrame, captures: pl.LazyFrame) -> CommonFin
             confidence=pl.col("confidence").mean(),
             example=pl.col("capture").sort_by(saving, "capture", nulls_last=False).last(),
         )
-        .with_columns(fraction=pl.col("captures") / max(every, 1))
+        .with_columns(fraction=pl.col("captures") / max(capture_count, 1))
         .sort("captures", "rule", descending=[True, False])
     )
-    return CommonFindings(rows.collect(), every)
+    return CommonFindings(rows.collect(), capture_count)

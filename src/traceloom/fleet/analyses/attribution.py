@@ -20,21 +20,21 @@ from traceloom.trace.frames import Result
 UNATTRIBUTED = "unattributed"
 """The value of a dimension that nobody says."""
 
-OF_JOBS = ("job", "scheduler", *DIMENSIONS)
-OF_DEVICES = ("host", "device_model", "device")
-BY = (*OF_JOBS, *OF_DEVICES)
+JOB_DIMENSIONS = ("job", "scheduler", *DIMENSIONS)
+DEVICE_DIMENSIONS = ("host", "device_model", "device")
+ATTRIBUTION_DIMENSIONS = (*JOB_DIMENSIONS, *DEVICE_DIMENSIONS)
 """What time can be divided by."""
 
 _STATES = {"busy_ms": BUSY, "idle_ms": ALLOCATED, "unallocated_ms": UNALLOCATED, "unreachable_ms": UNREACHABLE}
-_WHOLE = ("device_ms", *_STATES)
-_MEASURED = {
+_TIME_COLUMNS = ("device_ms", *_STATES)
+_MEASURED_AMOUNTS = {
     "energy_mj": "energy_known_ms",
     "flops_low": "flops_known_ms",
     "flops_high": "flops_known_ms",
     "input_bytes": "input_known_ms",
 }
-_PRICED = {"cost": "cost_known_ms", "co2_g": "co2_known_ms"}
-_AMOUNTS = _MEASURED | _PRICED
+_PRICED_AMOUNTS = {"cost": "cost_known_ms", "co2_g": "co2_known_ms"}
+_AMOUNTS = _MEASURED_AMOUNTS | _PRICED_AMOUNTS
 """Amount -> the device time of which it is known."""
 
 
@@ -61,10 +61,10 @@ class Attribution(Result):
     def level(self, depth: int) -> pl.DataFrame:
         """The same by the first dimensions only: 0 is everything in one row. All levels add up to the same."""
         times = [name for name in ("time_ns",) if name in self.leaves.columns]
-        return _summed(self.leaves.lazy(), [*times, *self.by[:depth]]).collect()
+        return _add_up_amounts(self.leaves.lazy(), [*times, *self.by[:depth]]).collect()
 
 
-def attribution(
+def divide_device_time(
     usage: pl.LazyFrame,
     owned: pl.DataFrame,
     by: Sequence[str],
@@ -84,43 +84,48 @@ def attribution(
         UsageError: `no-such-dimension`.
     """
     for name in by:
-        if name not in BY:
-            hint = nearest(name, BY) + f"there are {', '.join(BY)}"
+        if name not in ATTRIBUTION_DIMENSIONS:
+            hint = nearest(name, ATTRIBUTION_DIMENSIONS) + f"there are {', '.join(ATTRIBUTION_DIMENSIONS)}"
             raise UsageError(f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
     by = tuple(dict.fromkeys(by))
-    times, stretches = ([], []) if every_ns is None else (["time_ns"], ["stretch_ns"])
-    devices = [name for name in by if name in OF_DEVICES]
+    times, interval_columns = ([], []) if every_ns is None else (["time_ns"], ["stretch_ns"])
+    devices = [name for name in by if name in DEVICE_DIMENSIONS]
     if prices is not None and prices.of_models and "device_model" not in devices:
         devices.append("device_model")
     measured = [
-        pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(of_time)
-        for of_time, amount in {of_time: amount for amount, of_time in _MEASURED.items()}.items()
+        pl.when(pl.col(amount).is_not_null()).then("device_ms").otherwise(0).alias(time_column)
+        for time_column, amount in {time_column: amount for amount, time_column in _MEASURED_AMOUNTS.items()}.items()
     ]
     rows = usage.with_columns(measured)
     if every_ns is not None:
         rows = rows.with_columns(stretch_ns=pl.col("time_ns") // every_ns * every_ns)
-    held = _with_owners(rows, owned, ["state", *devices, *stretches], [name for name in by if name in OF_JOBS])
+    usage_sums = _add_up_by_owner(
+        rows, owned, ["state", *devices, *interval_columns], [name for name in by if name in JOB_DIMENSIONS]
+    )
     nobody = pl.when(pl.col("state").is_in((UNALLOCATED, UNREACHABLE))).then("state")
     values = [
-        (nobody.otherwise(name) if name in OF_JOBS else pl.col(name)).fill_null(UNATTRIBUTED).alias(name) for name in by
+        (nobody.otherwise(name) if name in JOB_DIMENSIONS else pl.col(name)).fill_null(UNATTRIBUTED).alias(name)
+        for name in by
     ]
     states = [
         pl.when(pl.col("state") == state).then("device_ms").otherwise(0).alias(name) for name, state in _STATES.items()
     ]
-    priced = held.with_columns(*states, *_priced(prices)).with_columns(values)
+    priced = usage_sums.with_columns(*states, *_compute_costs(prices)).with_columns(values)
     if every_ns is not None:
         priced = priced.with_columns(time_ns="stretch_ns")
-    leaves = _summed(priced, [*times, *by]).collect()
+    leaves = _add_up_amounts(priced, [*times, *by]).collect()
     return Attribution(by, None if prices is None else prices.currency, leaves)
 
 
-def _with_owners(rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], of_jobs: Sequence[str]) -> pl.LazyFrame:
+def _add_up_by_owner(
+    rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], job_dimensions: Sequence[str]
+) -> pl.LazyFrame:
     """Usage added up by job and keys, with what these people say of the job at the time.
 
     Jobs that belong to the same people all the time, nearly all, need no times: a month of them is added up at once.
     """
-    sums = tuple(dict.fromkeys(("device_ms", *_MEASURED, *_MEASURED.values())))
-    facts_of = [name for name in of_jobs if name != "job"]
+    sums = tuple(dict.fromkeys(("device_ms", *_MEASURED_AMOUNTS, *_MEASURED_AMOUNTS.values())))
+    facts_of = [name for name in job_dimensions if name != "job"]
     facts = owned.lazy().select("job", "from_ns", *facts_of)
     columns = ("job", *keys, *facts_of, *sums)
     changing = owned.group_by("job").len().filter(pl.col("len") > 1)["job"]
@@ -136,11 +141,11 @@ def _with_owners(rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], o
     return pl.concat([frame.select(columns) for frame in (once, dated)])
 
 
-def _priced(prices: Prices | None) -> list[pl.Expr]:
+def _compute_costs(prices: Prices | None) -> list[pl.Expr]:
     """Cost and CO2 of each row, and the device time of which they are known."""
     if prices is None:
-        nothing = [pl.lit(None, pl.Float64).alias(name) for name in _PRICED]
-        return [*nothing, *(pl.lit(0, pl.Int64).alias(name) for name in _PRICED.values())]
+        nothing = [pl.lit(None, pl.Float64).alias(name) for name in _PRICED_AMOUNTS]
+        return [*nothing, *(pl.lit(0, pl.Int64).alias(name) for name in _PRICED_AMOUNTS.values())]
     default = prices.device_hour.get("default")
     hour = pl.lit(default, pl.Float64)
     if prices.of_models:
@@ -151,25 +156,28 @@ def _priced(prices: Prices | None) -> list[pl.Expr]:
         "co2_g": kwh * pl.lit(prices.co2_g_per_kwh, pl.Float64),
     }
     has_price = {"cost": hour.is_not_null(), "co2_g": pl.lit(prices.co2_g_per_kwh is not None)}
-    of_time = {"cost": "device_ms", "co2_g": "energy_known_ms"}
+    time_columns = {"cost": "device_ms", "co2_g": "energy_known_ms"}
     return [
         *(amount.alias(name) for name, amount in priced.items()),
-        *(pl.when(has_price[name]).then(of_time[name]).otherwise(0).alias(_PRICED[name]) for name in _PRICED),
+        *(
+            pl.when(has_price[name]).then(time_columns[name]).otherwise(0).alias(_PRICED_AMOUNTS[name])
+            for name in _PRICED_AMOUNTS
+        ),
     ]
 
 
-def _summed(frame: pl.LazyFrame, keys: Sequence[str]) -> pl.LazyFrame:
-    sums = [pl.col(name).sum() for name in dict.fromkeys((*_WHOLE, *_AMOUNTS, *_AMOUNTS.values()))]
+def _add_up_amounts(frame: pl.LazyFrame, keys: Sequence[str]) -> pl.LazyFrame:
+    sums = [pl.col(name).sum() for name in dict.fromkeys((*_TIME_COLUMNS, *_AMOUNTS, *_AMOUNTS.values()))]
     grouped = frame.group_by(keys).agg(sums) if keys else frame.select(sums)
     return grouped.with_columns(
-        pl.when(pl.col(of_time) > 0).then(amount).alias(amount) for amount, of_time in _AMOUNTS.items()
+        pl.when(pl.col(time_column) > 0).then(amount).alias(amount) for amount, time_column in _AMOUNTS.items()
     ).sort("device_ms", *keys, descending=[True, *(False for _ in keys)])
 
 
-OTHERS = "(others)"
+OTHERS_LABEL = "(others)"
 """The value of the parts that are too small to stand alone."""
 
-MOST_ROWS = 5_000
+MAX_ROWS = 5_000
 """Of a tree; parts stand together until there are no more."""
 
 
@@ -189,7 +197,7 @@ class AttributionTree(Result):
     rows: pl.DataFrame
 
 
-def tree(divided: Attribution, top: int) -> AttributionTree:
+def build_attribution_tree(divided: Attribution, top: int) -> AttributionTree:
     """Arrange device time as a tree.
 
     Args:
@@ -200,18 +208,18 @@ def tree(divided: Attribution, top: int) -> AttributionTree:
         UsageError: `too-many-rows`: there are too many stretches of time.
     """
     while True:
-        rows = _rows(divided, top)
-        if rows.height <= MOST_ROWS:
+        rows = _build_tree_rows(divided, top)
+        if rows.height <= MAX_ROWS:
             return AttributionTree(divided.by, divided.currency, rows)
         if top == 1:
             raise UsageError(
-                f"the answer has {rows.height:,} rows, more than {MOST_ROWS:,}", slug="too-many-rows",
+                f"the answer has {rows.height:,} rows, more than {MAX_ROWS:,}", slug="too-many-rows",
                 hint="ask for less time, longer stretches or fewer dimensions",
             )  # fmt: skip
         top //= 2
 
 
-def _rows(divided: Attribution, top: int) -> pl.DataFrame:
+def _build_tree_rows(divided: Attribution, top: int) -> pl.DataFrame:
     by, leaves = divided.by, divided.leaves
     orders = [f"order {name}" for name in by]
     for depth, (name, order) in enumerate(zip(by, orders, strict=True)):
@@ -219,11 +227,12 @@ def _rows(divided: Attribution, top: int) -> pl.DataFrame:
         ranked = (
             leaves.group_by(by[: depth + 1])
             .agg(pl.col("device_ms").sum())
-            .sort(pl.col(name) == OTHERS, "device_ms", name, descending=[False, True, False])
+            .sort(pl.col(name) == OTHERS_LABEL, "device_ms", name, descending=[False, True, False])
             .with_columns((number.over(by[:depth]) if depth else number).clip(upper_bound=top + 1).alias(order))
         )
         leaves = leaves.join(ranked.drop("device_ms"), on=by[: depth + 1], nulls_equal=True).with_columns(
-            pl.when(pl.col(order) > top).then(pl.lit(OTHERS)).otherwise(inner).alias(inner) for inner in by[depth:]
+            pl.when(pl.col(order) > top).then(pl.lit(OTHERS_LABEL)).otherwise(inner).alias(inner)
+            for inner in by[depth:]
         )
     times = [key for key in ("time_ns",) if key in leaves.columns]
     levels = []
@@ -232,17 +241,19 @@ def _rows(divided: Attribution, top: int) -> pl.DataFrame:
         level = Attribution(keys, divided.currency, leaves).level(len(keys))
         values = pl.concat_list(by[:depth]) if depth else pl.lit([], pl.List(pl.String))
         levels.append(level.with_columns(values.alias("values")).drop(by[:depth]))
-    every = pl.concat(levels, how="diagonal").with_columns(pl.col(orders).fill_null(0))
+    tree_rows = pl.concat(levels, how="diagonal").with_columns(pl.col(orders).fill_null(0))
     if not times:
-        every = every.with_columns(time_ns=pl.lit(None, pl.Int64))
-    return every.sort("time_ns", *orders).drop(orders).select("time_ns", "values", pl.exclude("time_ns", "values"))
+        tree_rows = tree_rows.with_columns(time_ns=pl.lit(None, pl.Int64))
+    return tree_rows.sort("time_ns", *orders).drop(orders).select("time_ns", "values", pl.exclude("time_ns", "values"))
 
 
-_VALID = ("valid_from_ns", "valid_to_ns")
-_SAID = ("scheduler", *DIMENSIONS)
+_VALIDITY_COLUMNS = ("valid_from_ns", "valid_to_ns")
+_CLAIMED_COLUMNS = ("scheduler", *DIMENSIONS)
 
 
-def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule] = ()) -> pl.DataFrame:
+def compute_ownership_periods(
+    jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule] = ()
+) -> pl.DataFrame:
     """Whose each job is, and since when.
 
     Of several statements about one time the one that begins last counts; what a job says itself holds back to its
@@ -258,72 +269,85 @@ def periods(jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule]
         `job`, `from_ns` (ascending within a job), scheduler and all dimensions; null where nobody says it. A job that
         nobody speaks of has no row.
     """
-    own = jobs.select("job", *_SAID, "labels", "valid_from_ns", "valid_to_ns").drop_nulls("job").collect()
+    job_claims = (
+        jobs.select("job", *_CLAIMED_COLUMNS, "labels", "valid_from_ns", "valid_to_ns").drop_nulls("job").collect()
+    )
     people = owners.select("job", *DIMENSIONS, "valid_from_ns", "valid_to_ns").drop_nulls("job").collect()
     first = pl.col("valid_from_ns") == pl.col("valid_from_ns").min().over("job")
-    own = own.with_columns(
+    job_claims = job_claims.with_columns(
         valid_from_ns=pl.when(first).then(EARLIEST).otherwise("valid_from_ns"), valid_to_ns=pl.lit(None, pl.Int64)
     )
-    every = pl.concat([own["job"], people["job"]]).unique()
-    marks = [statements.select("job", from_ns=name) for statements in (own, people) for name in _VALID]
-    dated = {at for rule in rules for at in (rule.from_ns, rule.until_ns) if EARLIEST < at < LATEST}
-    of_rules = pl.DataFrame({"from_ns": [EARLIEST, *dated]}, schema={"from_ns": pl.Int64})
-    marks.append(pl.DataFrame({"job": every}).join(of_rules, how="cross"))
+    all_jobs = pl.concat([job_claims["job"], people["job"]]).unique()
+    marks = [
+        statements.select("job", from_ns=name) for statements in (job_claims, people) for name in _VALIDITY_COLUMNS
+    ]
+    dated = {
+        boundary_ns
+        for rule in rules
+        for boundary_ns in (rule.from_ns, rule.until_ns)
+        if EARLIEST < boundary_ns < LATEST
+    }
+    rule_times = pl.DataFrame({"from_ns": [EARLIEST, *dated]}, schema={"from_ns": pl.Int64})
+    marks.append(pl.DataFrame({"job": all_jobs}).join(rule_times, how="cross"))
     times = pl.concat(marks).drop_nulls().unique().sort("job", "from_ns")
     facts = times.join_asof(
-        own.sort("job", "valid_from_ns"), left_on="from_ns", right_on="valid_from_ns", by="job", check_sortedness=False
+        job_claims.sort("job", "valid_from_ns"),
+        left_on="from_ns",
+        right_on="valid_from_ns",
+        by="job",
+        check_sortedness=False,
     )
     # One that began later and is over hides none that still holds.
     valid = times.join(people, on="job").filter(
         pl.col("valid_from_ns") <= pl.col("from_ns"), pl.col("valid_to_ns").fill_null(LATEST) > pl.col("from_ns")
     )
     latest = valid.sort("valid_from_ns", maintain_order=True).unique(["job", "from_ns"], keep="last")
-    by_people = times.join(latest, on=["job", "from_ns"], how="left", maintain_order="left")
+    stated_owners = times.join(latest, on=["job", "from_ns"], how="left", maintain_order="left")
     columns = []
     for name in DIMENSIONS:
-        by_rules = [pl.when(_matches(rule)).then(pl.lit(rule.set[name])) for rule in rules if name in rule.set]
+        rule_values = [pl.when(_match_rule(rule)).then(pl.lit(rule.set[name])) for rule in rules if name in rule.set]
         label = pl.col("labels").str.json_path_match(f"$['{name}']")
-        columns.append(pl.coalesce(by_people[name], *by_rules, name, label).alias(name))
-    owned = facts.with_columns(columns).select("job", "from_ns", *_SAID)
+        columns.append(pl.coalesce(stated_owners[name], *rule_values, name, label).alias(name))
+    owned = facts.with_columns(columns).select("job", "from_ns", *_CLAIMED_COLUMNS)
     # of the same job: the first row of each is the earliest, which stays
-    changed = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift()) for name in _SAID)
+    changed = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift()) for name in _CLAIMED_COLUMNS)
     return owned.filter(changed | (pl.col("from_ns") == EARLIEST))
 
 
-def with_owners(captures: pl.LazyFrame, owned: pl.DataFrame, of_jobs: Sequence[str]) -> pl.LazyFrame:
+def add_owners(captures: pl.LazyFrame, owned: pl.DataFrame, job_dimensions: Sequence[str]) -> pl.LazyFrame:
     """Captures with what is said of their job at their start.
 
     Args:
         captures: With `job` and `start_ns`.
         owned: Of `periods`.
-        of_jobs: `job`, scheduler or dimensions.
+        job_dimensions: `job`, scheduler or dimensions.
     """
-    added = [name for name in of_jobs if name != "job"]
+    added = [name for name in job_dimensions if name != "job"]
     facts = owned.lazy().select("job", "from_ns", *added).sort("from_ns")
     return captures.sort("start_ns").join_asof(
         facts, left_on="start_ns", right_on="from_ns", by="job", check_sortedness=False
     )
 
 
-def fits(text: pl.Expr, pattern: str) -> pl.Expr:
+def match_pattern(text: pl.Expr, pattern: str) -> pl.Expr:
     """Whether texts are what a pattern says, in which `*` and `?` stand for any signs, one sign; a null never is."""
     # of Rust's engine, whose time is linear whatever the pattern
-    signs = (".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern)
-    return text.str.contains(f"(?s)^{''.join(signs)}$").fill_null(False)
+    characters = (".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern)
+    return text.str.contains(f"(?s)^{''.join(characters)}$").fill_null(False)
 
 
-def _matches(rule: OwnerRule) -> pl.Expr:
+def _match_rule(rule: OwnerRule) -> pl.Expr:
     parts = [(pl.col("from_ns") >= rule.from_ns) & (pl.col("from_ns") < rule.until_ns)]
     for name, pattern in rule.match.items():
         text = pl.col(name)
         if name.startswith("label."):
             text = pl.col("labels").str.json_path_match(f"$['{name.removeprefix('label.')}']")
-        parts.append(fits(text, pattern))
+        parts.append(match_pattern(text, pattern))
     return reduce(lambda left, right: left & right, parts)
 
 
 @dataclass(frozen=True)
-class Moves(Result):
+class OwnershipMoves(Result):
     """Device time that changes hands.
 
     Attributes:
@@ -333,7 +357,7 @@ class Moves(Result):
     rows: pl.DataFrame
 
 
-def moves(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame) -> Moves:
+def compare_ownership(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame) -> OwnershipMoves:
     """Compare two answers to whose jobs are.
 
     Args:
@@ -348,10 +372,10 @@ def moves(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame) -> Mov
         both = both.join_asof(facts.sort("job", "from_ns"), on="from_ns", by="job", check_sortedness=False)
     until = pl.col("from_ns").shift(-1).over("job").fill_null(LATEST)
     moved = pl.any_horizontal(pl.col(f"{key} before").ne_missing(pl.col(f"{key} after")) for key in DIMENSIONS)
-    stretches = both.with_columns(until_ns=until).filter(moved).lazy()
+    moved_periods = both.with_columns(until_ns=until).filter(moved).lazy()
     times_of = (
         usage.select("job", "time_ns", "device_ms")
-        .join(stretches, on="job")
+        .join(moved_periods, on="job")
         .filter(pl.col("time_ns").is_between("from_ns", "until_ns", closed="left"))
         .group_by("job", *(f"{key} {name}" for key in DIMENSIONS for name in ("before", "after")))
         .agg(pl.col("device_ms").sum())
@@ -372,4 +396,4 @@ def moves(usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame) -> Mov
         .agg(jobs=pl.col("job").n_unique(), device_ms=pl.col("device_ms").sum())
         .sort("device_ms", *keys, descending=[True, False, False, False])
     )
-    return Moves(rows)
+    return OwnershipMoves(rows)

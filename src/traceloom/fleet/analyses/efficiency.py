@@ -12,16 +12,22 @@ from itertools import combinations
 
 import polars as pl
 
-from traceloom.agent.flops import device_model, relative_peak
+from traceloom.agent.flops import compute_relative_peak, find_device_model
 from traceloom.errors import UsageError, nearest
-from traceloom.fleet.analyses.attribution import OF_DEVICES, OF_JOBS, UNATTRIBUTED, attribution, with_owners
+from traceloom.fleet.analyses.attribution import (
+    DEVICE_DIMENSIONS,
+    JOB_DIMENSIONS,
+    UNATTRIBUTED,
+    add_owners,
+    divide_device_time,
+)
 from traceloom.fleet.store.schema import UNALLOCATED, UNREACHABLE
 from traceloom.trace.frames import Result
 
-REFERENCE = "A100 SXM 80GB"
+REFERENCE_DEVICE = "A100 SXM 80GB"
 """The device that reference-device hours are counted in."""
 
-LEAST_JOBS = 10
+MIN_JOBS = 10
 """From how many jobs on two metrics are said to go together or not."""
 
 METRICS = {
@@ -55,8 +61,8 @@ class FleetTopline(Result):
     reference: str
 
 
-def topline(
-    usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str = "", reference: str = REFERENCE
+def compute_fleet_topline(
+    usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str = "", reference: str = REFERENCE_DEVICE
 ) -> FleetTopline:
     """Work out the topline.
 
@@ -70,29 +76,31 @@ def topline(
     Raises:
         UsageError: `no-such-dimension`; `no-such-device`: there is no data sheet of the reference.
     """
-    if device_model(reference) is None:
+    if find_device_model(reference) is None:
         raise UsageError(f"there is no data sheet of `{reference}`", slug="no-such-device")
-    rows = _rows(usage, owned, captures, by, reference)
-    of_jobs = rows if by == "job" else _rows(usage, owned, captures, "job", reference)
+    rows = _compute_topline_rows(usage, owned, captures, by, reference)
+    job_rows = rows if by == "job" else _compute_topline_rows(usage, owned, captures, "job", reference)
     pairs = []
     for first, second in combinations(METRICS, 2):
-        both = of_jobs.select(first, second).drop_nulls().filter(pl.all_horizontal(pl.all().is_finite()))
-        value = both.select(pl.corr(first, second, method="spearman")).item() if both.height >= LEAST_JOBS else None
+        both = job_rows.select(first, second).drop_nulls().filter(pl.all_horizontal(pl.all().is_finite()))
+        value = both.select(pl.corr(first, second, method="spearman")).item() if both.height >= MIN_JOBS else None
         pairs.append((first, second, both.height, None if value is None or value != value else value))  # noqa: PLR0124
     columns = {"first": pl.String, "second": pl.String, "jobs": pl.Int64, "correlation": pl.Float64}
     return FleetTopline(by, rows, pl.DataFrame(pairs, schema=columns, orient="row"), reference)
 
 
-def _rows(usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str, reference: str) -> pl.DataFrame:
+def _compute_topline_rows(
+    usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str, reference: str
+) -> pl.DataFrame:
     keys = [by] if by else []
-    held = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)))
-    leaves = attribution(held, owned, [*keys, "device_model"]).leaves
-    sheets = {name: device_model(name) for name in leaves["device_model"].unique()}
+    held_usage = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)))
+    leaves = divide_device_time(held_usage, owned, [*keys, "device_model"]).leaves
+    sheets = {name: find_device_model(name) for name in leaves["device_model"].unique()}
     peaks = pl.DataFrame(
         {
             "device_model": list(sheets),
             "peak": [sheet and sheet.flops.get("bf16", sheet.flops.get("fp16")) for sheet in sheets.values()],
-            "relative": [relative_peak(sheet, device_model(reference)) for sheet in sheets.values()],
+            "relative": [compute_relative_peak(sheet, find_device_model(reference)) for sheet in sheets.values()],
         },
         schema={"device_model": pl.String, "peak": pl.Float64, "relative": pl.Float64},
     )
@@ -110,41 +118,41 @@ def _rows(usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: 
         "flops_known_ms",
         "input_bytes",
     )
-    whole = [  # what is not known of one model of device is not known of the sum
+    complete_sums = [  # what is not known of one model of device is not known of the sum
         pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name)
         for name in ("peak_flops", "reference_hours")
     ]
-    aggregates = [*(pl.col(name).sum() for name in sums), *whole]
+    aggregates = [*(pl.col(name).sum() for name in sums), *complete_sums]
     summed = parts.group_by(keys).agg(aggregates) if keys else parts.select(aggregates)
     seconds = pl.col("flops_known_ms") / 1e3
     measured = summed.select(
         *keys,
         device_hours=pl.col("device_ms") / 3.6e6,
-        device_use=_over(pl.col("busy_ms"), pl.col("device_ms")),
-        flop_rate=_over(pl.col("flops_low"), seconds),
-        flop_rate_high=_over(pl.col("flops_high"), seconds),
-        compute_use=_over(pl.col("flops_low"), pl.col("peak_flops")),
-        power_w=_over(pl.col("energy_mj"), pl.col("energy_known_ms")),
-        reference_hours_per_byte=_over(pl.col("reference_hours"), pl.col("input_bytes")),
+        device_use=_divide_if_positive(pl.col("busy_ms"), pl.col("device_ms")),
+        flop_rate=_divide_if_positive(pl.col("flops_low"), seconds),
+        flop_rate_high=_divide_if_positive(pl.col("flops_high"), seconds),
+        compute_use=_divide_if_positive(pl.col("flops_low"), pl.col("peak_flops")),
+        power_w=_divide_if_positive(pl.col("energy_mj"), pl.col("energy_known_ms")),
+        reference_hours_per_byte=_divide_if_positive(pl.col("reference_hours"), pl.col("input_bytes")),
     )
     means = [pl.col(name).mean() for name in ("roofline_fraction", "mfu")]
     if not keys:
         return pl.concat([measured, captures.select(means).collect()], how="horizontal")
-    if by in OF_DEVICES and by != "device_model":  # a capture is of no single host
+    if by in DEVICE_DIMENSIONS and by != "device_model":  # a capture is of no single host
         return measured.with_columns(
             pl.lit(None, pl.Float64).alias(name) for name in ("roofline_fraction", "mfu")
         ).sort("device_hours", by, descending=[True, False])
-    about = with_owners(captures, owned, [by] if by in OF_JOBS else [])
-    of_captures = about.group_by(pl.col(by).fill_null(UNATTRIBUTED)).agg(means).collect()
-    return measured.join(of_captures, on=by, how="left").sort("device_hours", by, descending=[True, False])
+    owned_captures = add_owners(captures, owned, [by] if by in JOB_DIMENSIONS else [])
+    capture_means = owned_captures.group_by(pl.col(by).fill_null(UNATTRIBUTED)).agg(means).collect()
+    return measured.join(capture_means, on=by, how="left").sort("device_hours", by, descending=[True, False])
 
 
-def _over(amount: pl.Expr, whole: pl.Expr) -> pl.Expr:
-    return pl.when(whole > 0).then(amount / whole)
+def _divide_if_positive(amount: pl.Expr, total: pl.Expr) -> pl.Expr:
+    return pl.when(total > 0).then(amount / total)
 
 
-RULE = "rule"
-BY = (RULE, *OF_JOBS)
+RULE_DIMENSION = "rule"
+INVESTMENT_DIMENSIONS = (RULE_DIMENSION, *JOB_DIMENSIONS)
 """What savings can be divided by."""
 
 
@@ -167,12 +175,12 @@ class Investment(Result):
     analysed_ms: int
 
 
-def invest(
+def compute_savings(
     usage: pl.LazyFrame,
     owned: pl.DataFrame,
     captures: pl.LazyFrame,
     findings: pl.LazyFrame,
-    by: Sequence[str] = (RULE,),
+    by: Sequence[str] = (RULE_DIMENSION,),
 ) -> Investment:
     """Add up what fixing findings would save.
 
@@ -191,15 +199,22 @@ def invest(
         UsageError: `no-such-dimension`.
     """
     for name in by:
-        if name not in BY:
-            hint = nearest(name, BY) + f"there are {', '.join(BY)}"
+        if name not in INVESTMENT_DIMENSIONS:
+            hint = nearest(name, INVESTMENT_DIMENSIONS) + f"there are {', '.join(INVESTMENT_DIMENSIONS)}"
             raise UsageError(f"savings are not divided by `{name}`", slug="no-such-dimension", hint=hint)
     by = tuple(dict.fromkeys(by))
-    held = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)), pl.col("job").is_not_null())
-    of_jobs = attribution(held, owned, ["job"]).leaves.lazy().select("job", "device_ms")
-    about = with_owners(captures.select("capture", "job", "start_ns"), owned, [name for name in by if name != RULE])
-    people = [name for name in by if name not in (RULE, "job")]
-    jobs = about.sort("start_ns").group_by("job").agg(pl.col(people).last(), analysed=pl.len()).join(of_jobs, on="job")
+    held_usage = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)), pl.col("job").is_not_null())
+    job_times = divide_device_time(held_usage, owned, ["job"]).leaves.lazy().select("job", "device_ms")
+    owned_captures = add_owners(
+        captures.select("capture", "job", "start_ns"), owned, [name for name in by if name != RULE_DIMENSION]
+    )
+    people = [name for name in by if name not in (RULE_DIMENSION, "job")]
+    jobs = (
+        owned_captures.sort("start_ns")
+        .group_by("job")
+        .agg(pl.col(people).last(), analysed=pl.len())
+        .join(job_times, on="job")
+    )
     saving = pl.col("saving_fraction").clip(0.0, 1.0)
     savings = (
         findings.filter(pl.col("saving_fraction") > 0)
@@ -225,7 +240,7 @@ def invest(
     rows, sums = pl.collect_all(
         [
             grouped.sort("saved_ms", *by, descending=[True, *(False for _ in by)]),
-            of_jobs.join(jobs.select("job", "analysed"), on="job", how="left").select(
+            job_times.join(jobs.select("job", "analysed"), on="job", how="left").select(
                 pl.col("device_ms").sum(),
                 analysed_ms=pl.col("device_ms").filter(pl.col("analysed").is_not_null()).sum(),
             ),

@@ -9,17 +9,17 @@ from typing import Literal
 import polars as pl
 
 from traceloom.errors import UsageError, nearest
-from traceloom.fleet.analyses.attribution import UNATTRIBUTED, with_owners
-from traceloom.fleet.analyses.regressions import by_job, of_captures
+from traceloom.fleet.analyses.attribution import UNATTRIBUTED, add_owners
+from traceloom.fleet.analyses.regressions import collect_by_capture, collect_by_job
 from traceloom.fleet.store.schema import DIMENSIONS
 from traceloom.trace.frames import Result
 
-OF_WORK = ("kind", "bound", "device_model", "kernel", "op", "rank")
-OF_CAPTURES = ("job", "torch", "code")
-BY = (*OF_WORK, *OF_CAPTURES, *DIMENSIONS)
+WORK_DIMENSIONS = ("kind", "bound", "device_model", "kernel", "op", "rank")
+CAPTURE_DIMENSIONS = ("job", "torch", "code")
+GPU_TIME_DIMENSIONS = (*WORK_DIMENSIONS, *CAPTURE_DIMENSIONS, *DIMENSIONS)
 """What GPU time can be divided by."""
 
-_PARTS = ("kernel", "op", "shapes", "types", "device_model")
+_SHAPE_KEYS = ("kernel", "op", "shapes", "types", "device_model")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TopKernels(Result):
 
 
 @dataclass(frozen=True)
-class Coverage(Result):
+class ShapeCoverage(Result):
     """What specialising the commonest shapes would cover.
 
     Attributes:
@@ -74,7 +74,7 @@ class Coverage(Result):
         return None if not enough.height else int(enough["number"][0])
 
 
-def gpu_time_by(
+def divide_gpu_time(
     kernels: pl.LazyFrame,
     captures: pl.LazyFrame,
     owned: pl.DataFrame,
@@ -94,24 +94,24 @@ def gpu_time_by(
         UsageError: `no-such-dimension`.
     """
     for name in by:
-        if name not in BY:
-            hint = nearest(name, BY) + f"there are {', '.join(BY)}"
+        if name not in GPU_TIME_DIMENSIONS:
+            hint = nearest(name, GPU_TIME_DIMENSIONS) + f"there are {', '.join(GPU_TIME_DIMENSIONS)}"
             raise UsageError(f"GPU time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
     by = tuple(dict.fromkeys(by))
     times = [] if every_ns is None else ["time_ns"]
-    about = captures.select("capture", "start_ns", *OF_CAPTURES)
-    of_owners = [name for name in by if name in DIMENSIONS]
-    if of_owners:
-        about = with_owners(about, owned, of_owners)
+    capture_facts = captures.select("capture", "start_ns", *CAPTURE_DIMENSIONS)
+    owner_dimensions = [name for name in by if name in DIMENSIONS]
+    if owner_dimensions:
+        capture_facts = add_owners(capture_facts, owned, owner_dimensions)
     if every_ns is not None:
-        about = about.with_columns(time_ns=pl.col("start_ns") // every_ns * every_ns)
-    of_work = [name for name in by if name in OF_WORK]
-    of_captures = [name for name in by if name not in OF_WORK]
+        capture_facts = capture_facts.with_columns(time_ns=pl.col("start_ns") // every_ns * every_ns)
+    work_dimensions = [name for name in by if name in WORK_DIMENSIONS]
+    capture_dimensions = [name for name in by if name not in WORK_DIMENSIONS]
     # first by capture, which are few, then by what is known of it
     rows = (
-        kernels.group_by("capture", *of_work)
+        kernels.group_by("capture", *work_dimensions)
         .agg(pl.col("count", "total_ns").sum())
-        .join(about.select("capture", *times, *of_captures), on="capture")
+        .join(capture_facts.select("capture", *times, *capture_dimensions), on="capture")
         .group_by(*times, *by)
         .agg(pl.col("count", "total_ns").sum(), captures=pl.col("capture").n_unique())
         .with_columns(pl.col(name).cast(pl.String).fill_null(UNATTRIBUTED) for name in by)
@@ -123,7 +123,7 @@ def gpu_time_by(
     return GpuTimeBy(by, rows.collect())
 
 
-def top_kernels(
+def list_top_kernels(
     kernels: pl.LazyFrame, captures: pl.LazyFrame, sort: Literal["time", "cycles"] = "time", top: int = 100
 ) -> TopKernels:
     """Rank kernels by GPU time or by device cycles.
@@ -136,7 +136,7 @@ def top_kernels(
     """
     has_clock, has_model = pl.col("clock_hz").is_not_null(), pl.col("roofline_ns").is_not_null()
     ns = pl.col("total_ns")
-    of_kernel = kernels.group_by("kernel").agg(
+    kernel_sums = kernels.group_by("kernel").agg(
         pl.col("kind").first(),
         pl.col("count").sum(),
         ns.sum(),
@@ -145,7 +145,7 @@ def top_kernels(
         roofline_known_ns=ns.filter(has_model).sum(),
         roofline_ns=pl.col("roofline_ns").sum(),
     )
-    whole = of_kernel.with_columns(
+    kernel_totals = kernel_sums.with_columns(
         fraction=pl.when(ns.sum() > 0).then(ns / ns.sum()),
         total=ns.sum(),
         mean_ns=ns / pl.col("count"),
@@ -153,26 +153,26 @@ def top_kernels(
         roofline_ns=pl.when(pl.col("roofline_known_ns") > 0).then("roofline_ns"),
     )
     order = "cycles" if sort == "cycles" else "total_ns"
-    ranked = whole.sort(order, "kernel", descending=[True, False], nulls_last=True).head(top).collect()
+    ranked = kernel_totals.sort(order, "kernel", descending=[True, False], nulls_last=True).head(top).collect()
     # What has to be counted is asked of the few that are shown, by number: texts take half as long again.
     number = pl.Enum(ranked["kernel"].drop_nulls())
-    shown = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls("kernel")
-    by_capture = shown.group_by("kernel", "capture").agg(ns.sum())
-    about = (
-        by_capture.join(captures.select("capture", "job"), on="capture", how="left")
+    top_rows = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls("kernel")
+    capture_times = top_rows.group_by("kernel", "capture").agg(ns.sum())
+    kernel_usage = (
+        capture_times.join(captures.select("capture", "job"), on="capture", how="left")
         .sort("total_ns", "capture", descending=[True, False])
         .group_by("kernel")
         .agg(captures=pl.len(), jobs=pl.col("job").drop_nulls().n_unique(), example=pl.col("capture").first())
     )
-    shapes = shown.select("kernel", "shapes").drop_nulls().unique().group_by("kernel").agg(shapes=pl.len())
+    shapes = top_rows.select("kernel", "shapes").drop_nulls().unique().group_by("kernel").agg(shapes=pl.len())
     rows = ranked.drop("total")
-    for frame in pl.collect_all([about, shapes]):
+    for frame in pl.collect_all([kernel_usage, shapes]):
         rows = rows.join(frame.cast({"kernel": pl.String}), on="kernel", how="left", maintain_order="left")
     total = int(ranked["total"][0]) if ranked.height else 0
     return TopKernels(rows.with_columns(pl.col("shapes").fill_null(0)), total)
 
 
-def coverage(kernels: pl.LazyFrame, top: int = 1_000) -> Coverage:
+def compute_shape_coverage(kernels: pl.LazyFrame, top: int = 1_000) -> ShapeCoverage:
     """How much of the GPU time the commonest shapes cover.
 
     Args:
@@ -180,13 +180,13 @@ def coverage(kernels: pl.LazyFrame, top: int = 1_000) -> Coverage:
         top: Rows of the curve.
     """
     ns = pl.col("total_ns")
-    parts = kernels.group_by(_PARTS).agg(pl.col("count").sum(), ns.sum())
+    parts = kernels.group_by(_SHAPE_KEYS).agg(pl.col("count").sum(), ns.sum())
     shaped = pl.col("shapes").is_not_null()
     sums = parts.select(total=ns.sum(), unshaped=ns.filter(~shaped).sum()).collect()
     total, unshaped = int(sums["total"][0]), int(sums["unshaped"][0])
     rows = (
         parts.filter(shaped)
-        .sort("total_ns", *_PARTS, descending=[True, *(False for _ in _PARTS)])
+        .sort("total_ns", *_SHAPE_KEYS, descending=[True, *(False for _ in _SHAPE_KEYS)])
         .head(top)
         .with_columns(
             number=pl.int_range(1, pl.len() + 1),
@@ -195,10 +195,10 @@ def coverage(kernels: pl.LazyFrame, top: int = 1_000) -> Coverage:
         )
         .collect()
     )
-    return Coverage(rows, total, unshaped)
+    return ShapeCoverage(rows, total, unshaped)
 
 
-MOST_JOBS = 2_000
+MAX_JOBS = 2_000
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class KernelHistory(Result):
     jobs: int
 
 
-def kernel_history(
+def build_kernel_history(
     kernels: pl.LazyFrame, captures: pl.LazyFrame, kernel: str, shapes: str | None = None
 ) -> KernelHistory:
     """Look at one kernel.
@@ -230,11 +230,11 @@ def kernel_history(
     works = kernels.filter(pl.col("count") > 0, pl.col("kernel") == kernel)
     if shapes is not None:
         works = works.filter(pl.col("shapes") == shapes)
-    about = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
-    of_kernel = of_captures(works, about).group_by("kernel", "job", "start_ns", "capture")
-    jobs = by_job(of_kernel.agg(pl.col("count", "total_ns").sum()), ("kernel",))
-    rows = jobs.tail(MOST_JOBS).join(
-        about.select("capture", "code", "torch").collect(), on="capture", how="left", maintain_order="left"
+    capture_facts = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
+    grouped = collect_by_capture(works, capture_facts).group_by("kernel", "job", "start_ns", "capture")
+    jobs = collect_by_job(grouped.agg(pl.col("count", "total_ns").sum()), ("kernel",))
+    rows = jobs.tail(MAX_JOBS).join(
+        capture_facts.select("capture", "code", "torch").collect(), on="capture", how="left", maintain_order="left"
     )
-    kept = rows.select("start_ns", "job", "count", "total_ns", "capture", "code", "torch", mean_ns="mean")
-    return KernelHistory(kept, jobs.height)
+    history_rows = rows.select("start_ns", "job", "count", "total_ns", "capture", "code", "torch", mean_ns="mean")
+    return KernelHistory(history_rows, jobs.height)

@@ -21,28 +21,28 @@ from typing import Literal, NamedTuple, TypedDict
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gate_statistics import DRAWS, SEED, interval
+from traceloom.analyze.gate_statistics import DRAW_COUNT, SEED, compute_interval
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.trace.frames import Result
 
-LEAST_JOBS = 5
+MIN_JOBS_PER_SIDE = 5
 """On each side of a change."""
 
-LEAST_STRETCH = 2 * LEAST_JOBS
+MIN_SEGMENT_JOBS = 2 * MIN_JOBS_PER_SIDE
 """Jobs of a stretch between two changes back and forth: some odd jobs stand side by side often enough."""
 
-LEAST_CHANGE = 0.05
+MIN_RELATIVE_CHANGE = 0.05
 """Changes of the median smaller than this are none."""
 
-ALARM = 0.001
+FALSE_ALARM_RATE = 0.001
 """How likely it may be that all series, none of which changed, give an alarm at all: one looks every day."""
 
-_LIKELY = 1e-3  # by chance: not worth to look for where exactly
-_MOST_BOUNDS = 200  # between which stretches are looked for; of longer series every n-th
+_PRECHECK_P_VALUE = 1e-3  # by chance: not worth to look for where exactly
+_MAX_CANDIDATE_BOUNDS = 200  # between which stretches are looked for; of longer series every n-th
 
 
 @dataclass(frozen=True, slots=True)
-class LevelChange:
+class ChangePoint:
     """A change of level.
 
     Attributes:
@@ -63,175 +63,199 @@ class LevelChange:
     high: float
 
 
-class Levels(NamedTuple):
+class SignificanceLevels(NamedTuple):
     """How unlikely by chance a change must be, so that all series together give a false alarm at most so often.
 
     Half of `ALARM` goes to cuts in two, half to stretches in between, each divided by how many there are.
     """
 
     cut: float
-    stretch: float
+    segment: float
 
 
-def levels(counts: Iterable[int]) -> Levels:
+def compute_significance_levels(series_lengths: Iterable[int]) -> SignificanceLevels:
     """For series of so many jobs each."""
-    cuts = stretches = 0
-    for count in counts:
-        cuts += max(count - 2 * LEAST_JOBS + 1, 0)
-        inner = max(count - 2 * LEAST_JOBS - LEAST_STRETCH + 1, 0)
-        stretches += inner * (inner + 1) // 2
-    return Levels(ALARM / 2 / max(cuts, 1), ALARM / 2 / max(stretches, 1))
+    splits = segments = 0
+    for count in series_lengths:
+        splits += max(count - 2 * MIN_JOBS_PER_SIDE + 1, 0)
+        inner = max(count - 2 * MIN_JOBS_PER_SIDE - MIN_SEGMENT_JOBS + 1, 0)
+        segments += inner * (inner + 1) // 2
+    return SignificanceLevels(FALSE_ALARM_RATE / 2 / max(splits, 1), FALSE_ALARM_RATE / 2 / max(segments, 1))
 
 
-def changes(values: Floats, level: Levels) -> list[LevelChange]:
+def find_change_points(values: Floats, levels: SignificanceLevels) -> list[ChangePoint]:
     """The changes of a series.
 
     Args:
         values: Of jobs in the order of time, positive; shape (jobs,).
-        level: Of all series that are looked at together.
+        levels: Of all series that are looked at together.
     """
-    log = np.log(values)
-    cuts = [0, *_cuts(log, 0, level), log.size]
-    judged = []
-    for first, at, end in zip(cuts, cuts[1:], cuts[2:], strict=False):
-        before, after = values[first:at], values[at:end]
-        old, now = float(np.median(before)), float(np.median(after))
-        ratio = now / old - 1
-        if abs(ratio) < LEAST_CHANGE:
+    log_values = np.log(values)
+    splits = [0, *_find_splits(log_values, 0, levels), log_values.size]
+    changes = []
+    for first, cut, end in zip(splits, splits[1:], splits[2:], strict=False):
+        before, after = values[first:cut], values[cut:end]
+        old, new = float(np.median(before)), float(np.median(after))
+        ratio = new / old - 1
+        if abs(ratio) < MIN_RELATIVE_CHANGE:
             continue
         generator = np.random.default_rng(SEED)
-        drawn = [_drawn_medians(side, generator) for side in (before, after)]
-        low, high = interval(drawn[1] / drawn[0] - 1, ratio, before.size + after.size - 2)
+        resampled_medians = [_draw_bootstrap_medians(side, generator) for side in (before, after)]
+        low, high = compute_interval(
+            resampled_medians[1] / resampled_medians[0] - 1, ratio, before.size + after.size - 2
+        )
         if low > 0 or high < 0:
-            judged.append(LevelChange(first, at, end, old, now, max(low, -1.0), high))
-    return judged
+            changes.append(ChangePoint(first, cut, end, old, new, max(low, -1.0), high))
+    return changes
 
 
-def _drawn_medians(values: Floats, generator: np.random.Generator) -> Floats:
+def _draw_bootstrap_medians(values: Floats, generator: np.random.Generator) -> Floats:
     """Medians of samples drawn again from values, as many as values each; shape (DRAWS,).
 
     What stands in the middle of uniform numbers has a beta distribution, so that no sample has to be drawn.
     """
     ordered, count = np.sort(values), values.size
     middle = (count + 1) // 2
-    place = generator.beta(middle, count + 1 - middle, DRAWS)
-    drawn = ordered[np.minimum((place * count).astype(np.int64), count - 1)]
+    quantile = generator.beta(middle, count + 1 - middle, DRAW_COUNT)
+    medians = ordered[np.minimum((quantile * count).astype(np.int64), count - 1)]
     if count % 2:
-        return drawn
-    place += (1 - place) * generator.beta(1, count - middle, DRAWS)
-    return (drawn + ordered[np.minimum((place * count).astype(np.int64), count - 1)]) / 2
+        return medians
+    quantile += (1 - quantile) * generator.beta(1, count - middle, DRAW_COUNT)
+    return (medians + ordered[np.minimum((quantile * count).astype(np.int64), count - 1)]) / 2
 
 
-def _cuts(log: Floats, offset: int, level: Levels) -> Iterator[int]:
+def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) -> Iterator[int]:
     """Positions at which the level of a series changes, in order: the clearest first, then in the parts around it."""
-    inside: list[int] = []
-    if (at := _clearest(log)) is not None and chance(log[:at], log[at:]) <= level.cut:
-        inside = [at]
-    elif (stretch := _stretch(log)) is not None:
-        within = slice(*stretch)
-        if chance(np.delete(log, within), log[within]) <= level.stretch:
-            inside = [*stretch]
-    if inside:
-        bounds = [0, *inside, log.size]
+    splits: list[int] = []
+    if (split := _find_best_split(log_values)) is not None and compute_p_value(
+        log_values[:split], log_values[split:]
+    ) <= levels.cut:
+        splits = [split]
+    elif (segment := _find_shifted_segment(log_values)) is not None:
+        segment_slice = slice(*segment)
+        if compute_p_value(np.delete(log_values, segment_slice), log_values[segment_slice]) <= levels.segment:
+            splits = [*segment]
+    if splits:
+        bounds = [0, *splits, log_values.size]
         for start, end in pairwise(bounds):
             if start:
                 yield offset + start
-            yield from _cuts(log[start:end], offset + start, level)
+            yield from _find_splits(log_values[start:end], offset + start, levels)
 
 
-def _clearest(log: Floats) -> int | None:
+def _find_best_split(log_values: Floats) -> int | None:
     """Where to cut a series so that its values are nearest to the medians of both parts; None where nothing changes.
 
     Whether anything does is first looked at by ranks, which takes no time.
     """
-    count = log.size
-    cuts = np.arange(LEAST_JOBS, count - LEAST_JOBS + 1)
-    if not cuts.size:
+    count = log_values.size
+    candidates = np.arange(MIN_JOBS_PER_SIDE, count - MIN_JOBS_PER_SIDE + 1)
+    if not candidates.size:
         return None
-    shift = np.abs(_ranks(log)[cuts]) / np.sqrt(cuts * (count - cuts))
-    at = int(cuts[np.argmax(shift)])
-    return _nearest(log, cuts) if chance(log[:at], log[at:]) <= _LIKELY else None
+    shift = np.abs(_compute_centered_rank_sums(log_values)[candidates]) / np.sqrt(candidates * (count - candidates))
+    split = int(candidates[np.argmax(shift)])
+    return (
+        _select_best_split(log_values, candidates)
+        if compute_p_value(log_values[:split], log_values[split:]) <= _PRECHECK_P_VALUE
+        else None
+    )
 
 
-def _stretch(log: Floats) -> tuple[int, int] | None:
+def _find_shifted_segment(log_values: Floats) -> tuple[int, int] | None:
     """The stretch in the middle of a series whose ranks differ most from the others'; None where nothing changes."""
-    count = log.size
-    first, last = LEAST_JOBS, count - LEAST_JOBS
-    if last - first < LEAST_STRETCH:
+    count = log_values.size
+    first, last = MIN_JOBS_PER_SIDE, count - MIN_JOBS_PER_SIDE
+    if last - first < MIN_SEGMENT_JOBS:
         return None
-    bounds = np.arange(first, last + 1, -(-count // _MOST_BOUNDS))
+    bounds = np.arange(first, last + 1, -(-count // _MAX_CANDIDATE_BOUNDS))
     size = (bounds[None, :] - bounds[:, None]).astype(np.float64)
-    ranks = _ranks(log)[bounds]
-    usable = size >= LEAST_STRETCH
+    rank_sums = _compute_centered_rank_sums(log_values)[bounds]
+    usable = size >= MIN_SEGMENT_JOBS
     weight = np.sqrt(np.where(usable, size * (count - size), 1))
-    shift = np.where(usable, np.abs(ranks[None, :] - ranks[:, None]) / weight, -1.0)
-    start, end = (int(bounds[at]) for at in np.unravel_index(np.argmax(shift), shift.shape))
-    if end - start < LEAST_STRETCH or chance(np.delete(log, slice(start, end)), log[start:end]) > _LIKELY:
+    shift = np.where(usable, np.abs(rank_sums[None, :] - rank_sums[:, None]) / weight, -1.0)
+    start, end = (int(bounds[index]) for index in np.unravel_index(np.argmax(shift), shift.shape))
+    if (
+        end - start < MIN_SEGMENT_JOBS
+        or compute_p_value(np.delete(log_values, slice(start, end)), log_values[start:end]) > _PRECHECK_P_VALUE
+    ):
         return None
-    start = _nearest(log[:end], np.arange(LEAST_JOBS, end - LEAST_STRETCH + 1))
-    return start, start + _nearest(log[start:], np.arange(LEAST_STRETCH, count - start - LEAST_JOBS + 1))
+    start = _select_best_split(log_values[:end], np.arange(MIN_JOBS_PER_SIDE, end - MIN_SEGMENT_JOBS + 1))
+    return start, start + _select_best_split(
+        log_values[start:], np.arange(MIN_SEGMENT_JOBS, count - start - MIN_JOBS_PER_SIDE + 1)
+    )
 
 
-def _ranks(log: Floats) -> Floats:
+def _compute_centered_rank_sums(log_values: Floats) -> Floats:
     """Summed ranks of the values before each position, less what they would be without any order; shape (jobs + 1,)."""
-    rank = np.empty(log.size)
-    rank[np.argsort(log, kind="stable")] = np.arange(1, log.size + 1)
-    return np.concatenate([[0.0], np.cumsum(rank - (log.size + 1) / 2)])
+    rank = np.empty(log_values.size)
+    rank[np.argsort(log_values, kind="stable")] = np.arange(1, log_values.size + 1)
+    return np.concatenate([[0.0], np.cumsum(rank - (log_values.size + 1) / 2)])
 
 
-def _nearest(log: Floats, cuts: Ints) -> int:
+def _select_best_split(log_values: Floats, candidates: Ints) -> int:
     """The cut with the least sum of distances to the medians of both parts."""
-    return int(cuts[np.argmin(_scatter(log)[cuts] + _scatter(log[::-1])[log.size - cuts])])
+    return int(
+        candidates[
+            np.argmin(
+                _compute_prefix_deviations(log_values)[candidates]
+                + _compute_prefix_deviations(log_values[::-1])[log_values.size - candidates]
+            )
+        ]
+    )
 
 
-def _scatter(log: Floats) -> Floats:
+def _compute_prefix_deviations(log_values: Floats) -> Floats:
     """Sum of the distances of the first values to their median, for each number of them; shape (jobs + 1,)."""
     ordered: list[float] = []
-    total = lower = 0.0  # of all values, and of the lower half of them, rounded down
+    total = lower_half_sum = 0.0  # of all values, and of the lower half of them, rounded down
     sums = [0.0]
-    for value in log.tolist():
-        half = len(ordered) // 2
-        at = bisect_right(ordered, value)
-        ordered.insert(at, value)
+    for value in log_values.tolist():
+        old_half = len(ordered) // 2
+        position = bisect_right(ordered, value)
+        ordered.insert(position, value)
         total += value
-        grows = len(ordered) // 2 > half
-        if at < half:
-            lower += value if grows else value - ordered[half]
-        elif grows:
-            lower += ordered[half]
-        middle = ordered[half] if not grows else 0.0
-        sums.append(total - middle - 2 * lower)
+        half_grows = len(ordered) // 2 > old_half
+        if position < old_half:
+            lower_half_sum += value if half_grows else value - ordered[old_half]
+        elif half_grows:
+            lower_half_sum += ordered[old_half]
+        middle = ordered[old_half] if not half_grows else 0.0
+        sums.append(total - middle - 2 * lower_half_sum)
     return np.array(sums)
 
 
-def chance(before: Floats, after: Floats) -> float:
+def compute_p_value(before: Floats, after: Floats) -> float:
     """How likely sides of one series are to differ as much as these do: Student's test of their logarithms.
 
     The smaller one of the differences of means and of medians counts, so that one odd job is no change. The tail is by
     Wallace's approximation (1959), good to 0.1 % where it matters.
     """
-    freedom = before.size + after.size - 2
-    squares = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
-    apart = min(abs(float(after.mean() - before.mean())), abs(float(np.median(after) - np.median(before))))
-    error = math.sqrt(squares / freedom * (1 / before.size + 1 / after.size))
-    if error <= apart * 1e-12:
-        return 0.0 if apart > 0 else 1.0
-    t = apart / error
-    normal = (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t * t / freedom))
+    degrees_of_freedom = before.size + after.size - 2
+    residual_sum = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
+    difference = min(abs(float(after.mean() - before.mean())), abs(float(np.median(after) - np.median(before))))
+    standard_error = math.sqrt(residual_sum / degrees_of_freedom * (1 / before.size + 1 / after.size))
+    if standard_error <= difference * 1e-12:
+        return 0.0 if difference > 0 else 1.0
+    t = difference / standard_error
+    normal = (
+        (8 * degrees_of_freedom + 1)
+        / (8 * degrees_of_freedom + 3)
+        * math.sqrt(degrees_of_freedom * math.log1p(t * t / degrees_of_freedom))
+    )
     return math.erfc(normal / math.sqrt(2))
 
 
 Cause = Literal["code", "host", "device", "shapes", "unknown"]
 Evidence = Literal["shown", "possible", "none"]
 
-MIX: tuple[Cause, ...] = ("device", "shapes")
+MIX_CAUSES: tuple[Cause, ...] = ("device", "shapes")
 """Causes where no piece of work takes longer."""
 
-MOST_JOBS = 20
+MAX_LISTED_JOBS = 20
 """Jobs that stand beside a change: those that lose most by it first."""
 
-_KEYS = ("kernel", "shapes", "device_model")
-_COLUMNS = pl.Schema(
+_SERIES_KEYS = ("kernel", "shapes", "device_model")
+_CHANGE_SCHEMA = pl.Schema(
     {
         "kernel": pl.String(), "shapes": pl.String(), "device_model": pl.String(), "cause": pl.String(),
         "evidence": pl.String(), "since_ns": pl.Int64(), "last_before_ns": pl.Int64(), "before_ns": pl.Float64(),
@@ -308,7 +332,7 @@ class _JobSeries:
     capture: list[str]
 
 
-def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Regressions:
+def find_regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Regressions:
     """Look for changes in all series.
 
     Args:
@@ -316,18 +340,23 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
         captures: The same; a capture of no job is a job of its own.
         devices: The same.
     """
-    about = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
-    works = of_captures(kernels, about)
-    of_kernel = works.group_by("kernel", "job", "start_ns", "capture").agg(pl.col("count", "total_ns").sum())
-    parts = by_job(works, _KEYS)
-    by_part, by_kernel = list(_series(parts, _KEYS)), list(_series(by_job(of_kernel, _KEYS[:1]), _KEYS[:1]))
-    parts_of = Counter(series.kernel for series in by_part)
-    by_kernel = [series for series in by_kernel if parts_of[series.kernel] > 1]
-    level = levels(series.mean.size for series in (*by_part, *by_kernel))
+    capture_jobs = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
+    work_by_capture = collect_by_capture(kernels, capture_jobs)
+    kernel_by_capture = work_by_capture.group_by("kernel", "job", "start_ns", "capture").agg(
+        pl.col("count", "total_ns").sum()
+    )
+    work_by_job = collect_by_job(work_by_capture, _SERIES_KEYS)
+    shape_series, kernel_series = (
+        list(_build_job_series(work_by_job, _SERIES_KEYS)),
+        list(_build_job_series(collect_by_job(kernel_by_capture, _SERIES_KEYS[:1]), _SERIES_KEYS[:1])),
+    )
+    series_per_kernel = Counter(series.kernel for series in shape_series)
+    kernel_series = [series for series in kernel_series if series_per_kernel[series.kernel] > 1]
+    levels = compute_significance_levels(series.mean.size for series in (*shape_series, *kernel_series))
     # job -> what it ran: the code (version of the program and of PyTorch) and the hosts, where they are known
     hosts = devices.select("capture", "host").unique().group_by("capture").agg(pl.col("host").drop_nulls())
-    of_job = (
-        about.join(hosts, on="capture", how="left")
+    job_versions = (
+        capture_jobs.join(hosts, on="capture", how="left")
         .group_by("job")
         .agg(
             code=pl.concat_str("code", "torch", separator=" ", ignore_nulls=True).unique(),
@@ -335,57 +364,71 @@ def regressions(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyF
         )
         .collect()
     )
-    facts: dict[str, dict[Cause, frozenset[str]]] = {
+    job_facts: dict[str, dict[Cause, frozenset[str]]] = {
         job: {"code": frozenset(filter(None, code)), "host": frozenset(host)}
-        for job, code, host in of_job.select("job", "code", "host").iter_rows()
+        for job, code, host in job_versions.select("job", "code", "host").iter_rows()
     }
     rows: list[ChangeRow] = []
-    for series in by_part:
-        rows += [_row(series, change, *_cause(series, change, facts)) for change in changes(series.mean, level)]
-    for series in by_kernel:
-        for change in changes(series.mean, level):
-            cause = _mix(series, change, parts.filter(pl.col("kernel") == series.kernel))
+    for series in shape_series:
+        rows += [
+            _build_change_row(series, change, *_infer_cause(series, change, job_facts))
+            for change in find_change_points(series.mean, levels)
+        ]
+    for series in kernel_series:
+        for change in find_change_points(series.mean, levels):
+            cause = _infer_mix_cause(series, change, work_by_job.filter(pl.col("kernel") == series.kernel))
             if cause is not None:
-                rows.append(_row(series, change, cause, "shown"))
+                rows.append(_build_change_row(series, change, cause, "shown"))
     rows.sort(
-        key=lambda row: (row["cause"] in MIX, -row["extra_ns"], row["kernel"], row["shapes"] or "", row["since_ns"])
+        key=lambda row: (
+            row["cause"] in MIX_CAUSES,
+            -row["extra_ns"],
+            row["kernel"],
+            row["shapes"] or "",
+            row["since_ns"],
+        )
     )
-    short = sum(series.mean.size < 2 * LEAST_JOBS for series in by_part)
-    return Regressions(pl.DataFrame(rows, schema=_COLUMNS, orient="row"), len(by_part), short)
+    short = sum(series.mean.size < 2 * MIN_JOBS_PER_SIDE for series in shape_series)
+    return Regressions(pl.DataFrame(rows, schema=_CHANGE_SCHEMA, orient="row"), len(shape_series), short)
 
 
-def of_captures(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.DataFrame:
+def collect_by_capture(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.DataFrame:
     """Per kernel, shapes, device_model and capture: its job and start_ns, count, total_ns. Names are categories.
 
     Args:
         kernels: Rows of this table.
         captures: capture, start_ns, job.
     """
-    about = captures.select("capture", "start_ns", "job").unique("capture").sort("start_ns", "capture").collect()
+    capture_jobs = captures.select("capture", "start_ns", "job").unique("capture").sort("start_ns", "capture").collect()
     # Rows are many and names few: what follows groups and compares numbers.
-    numbered = pl.Enum(about["capture"])  # in the order of time
-    works = (
+    capture_enum = pl.Enum(capture_jobs["capture"])  # in the order of time
+    work = (
         kernels.filter(pl.col("count") > 0)
-        .select(pl.col(_KEYS).cast(pl.Categorical), pl.col("capture").cast(numbered, strict=False), "count", "total_ns")
+        .select(
+            pl.col(_SERIES_KEYS).cast(pl.Categorical),
+            pl.col("capture").cast(capture_enum, strict=False),
+            "count",
+            "total_ns",
+        )
         .drop_nulls("capture")
-        .group_by(*_KEYS, "capture")
+        .group_by(*_SERIES_KEYS, "capture")
         .agg(pl.col("count", "total_ns").sum())
         .collect()
     )
-    at = works["capture"].to_physical()
-    jobs = about["job"].cast(pl.Enum(about["job"].unique().sort()))
-    return works.with_columns(job=jobs.gather(at), start_ns=about["start_ns"].gather(at))
+    capture_index = work["capture"].to_physical()
+    jobs = capture_jobs["job"].cast(pl.Enum(capture_jobs["job"].unique().sort()))
+    return work.with_columns(job=jobs.gather(capture_index), start_ns=capture_jobs["start_ns"].gather(capture_index))
 
 
-def by_job(works: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
+def collect_by_job(work: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     """Per key and job: start_ns, mean (median over captures of the mean duration), count, total, capture (the first).
 
     Args:
-        works: Of `of_captures`, one row per key and capture.
+        work: Of `of_captures`, one row per key and capture.
         keys: Which of its columns.
     """
     return (
-        works.with_columns(mean=pl.col("total_ns") / pl.col("count"))
+        work.with_columns(mean=pl.col("total_ns") / pl.col("count"))
         .group_by(*keys, "job")
         .agg(pl.col("start_ns", "capture").min(), pl.col("mean").median(), pl.col("count", "total_ns").sum())
         .filter(pl.col("mean") > 0)
@@ -394,13 +437,13 @@ def by_job(works: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     )
 
 
-def _series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
+def _build_job_series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
     for key, jobs in rows.group_by(keys, maintain_order=True):
-        part = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
+        key_values = {name: None if value is None else str(value) for name, value in zip(keys, key, strict=True)}
         yield _JobSeries(
-            part["kernel"] or "",
-            part.get("shapes"),
-            part.get("device_model"),
+            key_values["kernel"] or "",
+            key_values.get("shapes"),
+            key_values.get("device_model"),
             jobs["job"].to_list(),
             jobs["start_ns"].to_list(),
             jobs["mean"].to_numpy(),
@@ -410,61 +453,67 @@ def _series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobSeries]:
         )
 
 
-def _cause(
-    series: _JobSeries, change: LevelChange, facts: dict[str, dict[Cause, frozenset[str]]]
+def _infer_cause(
+    series: _JobSeries, change: ChangePoint, job_facts: dict[str, dict[Cause, frozenset[str]]]
 ) -> tuple[Cause, Evidence]:
     """What changed with the kernel: the code or the hosts, if jobs that still have the old ones are as before."""
     possible: list[Cause] = []
     middle = (change.before * change.after) ** 0.5
-    names: tuple[Cause, ...] = ("code", "host")
-    for fact in names:
-        before = frozenset().union(*(facts[job][fact] for job in series.job[change.first : change.at]))
-        after = range(change.at, change.end)
-        if not before or not all(facts[series.job[at]][fact] for at in after):
+    cause_names: tuple[Cause, ...] = ("code", "host")
+    for cause in cause_names:
+        facts_before = frozenset().union(*(job_facts[job][cause] for job in series.job[change.first : change.at]))
+        indices_after = range(change.at, change.end)
+        if not facts_before or not all(job_facts[series.job[index]][cause] for index in indices_after):
             continue  # not known
-        same = [series.mean[at] for at in after if facts[series.job[at]][fact] <= before]
-        if not same:
-            possible.append(fact)
-        elif len(same) < len(after) and (np.median(same) < middle) == (change.before < middle):
-            return fact, "shown"
+        unchanged_means = [
+            series.mean[index] for index in indices_after if job_facts[series.job[index]][cause] <= facts_before
+        ]
+        if not unchanged_means:
+            possible.append(cause)
+        elif len(unchanged_means) < len(indices_after) and (np.median(unchanged_means) < middle) == (
+            change.before < middle
+        ):
+            return cause, "shown"
     if not possible:
         return "unknown", "none"
     return possible[0], "possible"
 
 
-def _mix(series: _JobSeries, change: LevelChange, parts: pl.DataFrame) -> Cause | None:
+def _infer_mix_cause(series: _JobSeries, change: ChangePoint, work_by_job: pl.DataFrame) -> Cause | None:
     """Whether a kernel as a whole changed since other shapes or devices have more of the work; None: it did not.
 
     The change of the mean duration is what the shares of the parts change it by, at the durations of before (of after,
     for parts that were not there), and what the durations change it by.
     """
     sides = [
-        parts.filter(pl.col("job").is_in(series.job[start:end]))
+        work_by_job.filter(pl.col("job").is_in(series.job[start:end]))
         for start, end in ((change.first, change.at), (change.at, change.end))
     ]
-    for cause, keys in zip(MIX, (["device_model"], ["shapes", "device_model"]), strict=True):
+    for cause, keys in zip(MIX_CAUSES, (["device_model"], ["shapes", "device_model"]), strict=True):
         before, after = (
             side.group_by(keys).agg(mean=pl.col("total_ns").sum() / pl.col("count").sum(), count=pl.col("count").sum())
             for side in sides
         )
-        both = before.join(after, on=keys, how="full", coalesce=True, nulls_equal=True)
-        old, now = (both[name].fill_null(0).to_numpy() for name in ("count", "count_right"))
-        duration = both.select(pl.coalesce("mean", "mean_right")).to_series().to_numpy()
-        mixed = float(((now / now.sum() - old / old.sum()) * duration).sum())
-        whole = change.after - change.before
-        if mixed / whole >= 0.5:
+        joined = before.join(after, on=keys, how="full", coalesce=True, nulls_equal=True)
+        old, new = (joined[name].fill_null(0).to_numpy() for name in ("count", "count_right"))
+        duration = joined.select(pl.coalesce("mean", "mean_right")).to_series().to_numpy()
+        mix_effect = float(((new / new.sum() - old / old.sum()) * duration).sum())
+        total_effect = change.after - change.before
+        if mix_effect / total_effect >= 0.5:
             return cause
     return None
 
 
-def _row(series: _JobSeries, change: LevelChange, cause: Cause, evidence: Evidence) -> ChangeRow:
-    after = np.arange(change.at, change.end)
-    extra = series.total[after] - change.before * series.count[after]
+def _build_change_row(series: _JobSeries, change: ChangePoint, cause: Cause, evidence: Evidence) -> ChangeRow:
+    indices_after = np.arange(change.at, change.end)
+    extra = series.total[indices_after] - change.before * series.count[indices_after]
     nearest = [
         start + int(np.argmin(np.abs(series.mean[start:end] - level)))
         for start, end, level in ((change.first, change.at, change.before), (change.at, change.end, change.after))
     ]
-    most = after[np.argsort(-extra * np.sign(change.after - change.before), kind="stable")[:MOST_JOBS]]
+    costliest = indices_after[
+        np.argsort(-extra * np.sign(change.after - change.before), kind="stable")[:MAX_LISTED_JOBS]
+    ]
     return {
         "kernel": series.kernel,
         "shapes": series.shapes,
@@ -481,7 +530,7 @@ def _row(series: _JobSeries, change: LevelChange, cause: Cause, evidence: Eviden
         "extra_ns": round(float(extra.sum())),
         "jobs_before": change.at - change.first,
         "jobs_after": change.end - change.at,
-        "jobs": [series.job[at] for at in most],
+        "jobs": [series.job[index] for index in costliest],
         "capture": series.capture[nearest[1]],
         "healthy_capture": series.capture[nearest[0]],
     }

@@ -22,23 +22,23 @@ import msgspec
 import polars as pl
 
 from traceloom import __version__
-from traceloom.agent.traces.requests import Cause, Wanted
-from traceloom.agent.triggers.store import Fired, Refused, RuleCounts
-from traceloom.fleet.service.capture_rows import CaptureOrigin, rows
-from traceloom.fleet.service.pipeline import folder_of
-from traceloom.fleet.service.request_plan import FleetRequest, FleetState, HostProgress
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
+from traceloom.agent.traces.requests import TraceSpec, TriggerCause
+from traceloom.agent.triggers.store import LastFiring, LastRefusal, RuleCounts
+from traceloom.fleet.service.capture_rows import CaptureOrigin, build_capture_rows
+from traceloom.fleet.service.pipeline import get_capture_directory
+from traceloom.fleet.service.request_plan import FleetRequest, FleetState, HostStatus
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord, ServiceState
 from traceloom.fleet.store.database import LEADER
-from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.rules import EVENTS
-from traceloom.fleet.store.schema import SCHEMAS, hours, minutes
+from traceloom.fleet.store.schema import SCHEMAS, compute_usage_hours, compute_usage_minutes
 from traceloom.fleet.store.tables import Tables
 from traceloom.formats import load
 from traceloom.testing import TraceBuilder
-from traceloom.testing.fleet_weeks import KernelChange, Team, Weeks, WeeksRecipe, made_weeks
+from traceloom.testing.fleet_weeks import KernelChange, Team, Weeks, WeeksRecipe, build_weeks
 
 STEPS = 4
-WAITS: Mapping[str, str] = {
+WAIT_FRAMES: Mapping[str, str] = {
     "recommender": "torch/utils/data/dataloader.py(733): __next__",
     "assistant": "assistant/train.py(97): clip_and_log",
     "vision": "vision/augment.py(41): rotate_on_host",
@@ -49,7 +49,7 @@ WAITS: Mapping[str, str] = {
 _LAUNCH_US = 15.0  # from one operator to the next: the host is ahead of the device nearly all the time
 
 
-class MadeRecording(NamedTuple):
+class DemoRecording(NamedTuple):
     """A trace file.
 
     Attributes:
@@ -65,9 +65,9 @@ class MadeRecording(NamedTuple):
     device_window_ns: int
 
 
-def recording(
+def build_recording(
     rows: Iterable[Mapping[str, Any]], *, model: str, busy: float, host: str, process: int, start_ns: int
-) -> MadeRecording:
+) -> DemoRecording:
     """Write down steps that run the GPU work of a capture: the pieces of a row in turn, so that all steps are alike.
 
     Args:
@@ -78,45 +78,49 @@ def recording(
         process: Its number there.
         start_ns: When, Unix time.
     """
-    made = TraceBuilder(host=host, process=process, base_ns=start_ns)
+    builder = TraceBuilder(host=host, process=process, base_ns=start_ns)
     work: list[list[tuple[Mapping[str, Any], int]]] = [[] for _ in range(STEPS)]
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for number in range(row["count"]):
             # whole nanoseconds that add up: the first pieces are longer by one
             ns = row["total_ns"] // row["count"] + (number < row["total_ns"] % row["count"])
-            work[(at + number) % STEPS].append((row, ns))
+            work[(index + number) % STEPS].append((row, ns))
     correlation, start_us, device_us, lengths = 0, 0.0, 0.0, []
     first_us = None
-    for step, pieces in enumerate(work):
-        step_us = round(sum(ns for _, ns in pieces) / busy / 1000 + 100, 3)
-        made.step(step, start_us, step_us)
-        made.python(f"{model}/train.py(41): step", start_us + 1, step_us - 2, python_id=2 * step + 1)
+    for step, kernel_runs in enumerate(work):
+        step_us = round(sum(ns for _, ns in kernel_runs) / busy / 1000 + 100, 3)
+        builder.step(step, start_us, step_us)
+        builder.python(f"{model}/train.py(41): step", start_us + 1, step_us - 2, python_id=2 * step + 1)
         host_us = start_us + 5
-        for row, ns in pieces:
+        for row, ns in kernel_runs:
             shapes = json.loads(row["shapes"])
             correlation += 1
             types = ["c10::BFloat16" if shape else "Scalar" for shape in shapes]
             scalars: dict[str, Any] = {"Concrete Inputs": ["" if shape else "False" for shape in shapes]}
-            made.op(row["op"], host_us, 12, shapes=shapes, types=types, **scalars)
-            made.launch("cudaLaunchKernel", host_us + 3, 6, correlation=correlation, flow=False)
+            builder.op(row["op"], host_us, 12, shapes=shapes, types=types, **scalars)
+            builder.launch("cudaLaunchKernel", host_us + 3, 6, correlation=correlation, flow=False)
             begin_us = round(max(device_us, host_us + 10), 3)
-            made.kernel(row["kernel"], begin_us, ns / 1000, correlation=correlation)
+            builder.kernel(row["kernel"], begin_us, ns / 1000, correlation=correlation)
             first_us = begin_us if first_us is None else first_us
             device_us = begin_us + ns / 1000
             host_us += _LAUNCH_US
         waits_us = max(device_us - host_us, 0) + 5
         correlation += 1
-        made.op("aten::item", host_us, waits_us)
-        made.launch("cudaStreamSynchronize", host_us + 1, waits_us - 2, correlation=correlation, flow=False)
+        builder.op("aten::item", host_us, waits_us)
+        builder.launch("cudaStreamSynchronize", host_us + 1, waits_us - 2, correlation=correlation, flow=False)
         rest_us = host_us + waits_us + 5
-        made.python(
-            WAITS[model], rest_us, start_us + step_us - rest_us - 5, python_id=2 * step + 2, parent_id=2 * step + 1
+        builder.python(
+            WAIT_FRAMES[model],
+            rest_us,
+            start_us + step_us - rest_us - 5,
+            python_id=2 * step + 2,
+            parent_id=2 * step + 1,
         )
         start_us += step_us
         lengths.append(step_us)
     middle = sorted(lengths)[(STEPS - 1) // 2 : STEPS // 2 + 1]
-    return MadeRecording(
-        made.text(),
+    return DemoRecording(
+        builder.text(),
         round(start_us * 1000),
         round(sum(middle) / len(middle) * 1000),
         round((device_us - (first_us or 0.0)) * 1000),
@@ -128,19 +132,19 @@ SLOW_HOST = 2
 SILENT_HOST = "host99"
 """A host that belongs to the fleet, and was never heard of."""
 
-FILE = "rank0.json.gz"
+TRACE_FILE = "rank0.json.gz"
 TEAMS = (
     Team("recommender", "ads", "feed", "ana", "torch 2.9", hosts=4, kernels=10),
     Team("assistant", "ads", "chat", "bo", "torch 2.13", hosts=2, busy=0.9, kernels=10),
     Team("vision", "research", "", "chen", "torch 2.13", hosts=1, busy=0.05, kernels=10),  # its devices are idle
     Team("speech", "", "", "", "torch 2.13", hosts=1, kernels=10),  # nobody says whose
 )
-OWNERS = """\
+OWNERS_TOML = """\
 [[rule]]
 match = {model = "vision"}
 set = {product = "segmentation"}
 """
-PRICES = """\
+PRICES_TOML = """\
 currency = "EUR"
 per_kwh = 0.30
 co2_g_per_kwh = 350
@@ -148,7 +152,7 @@ co2_g_per_kwh = 350
 [device_hour]
 "NVIDIA H100 80GB HBM3" = 2.60
 """
-TRIGGERS = """\
+TRIGGERS_TOML = """\
 [[triggers]]
 name = "daily-share"
 on = "cadence"
@@ -169,17 +173,17 @@ shapes = true
 [budget]
 traces_per_day = 20
 """
-WEBHOOK = "https://chat.example/traceloom"
+WEBHOOK_URL = "https://chat.example/traceloom"
 """Nobody has this address: names below `example` lead nowhere."""
 
 _MINUTE_NS = 60 * 10**9
 _HOUR_NS = 60 * _MINUTE_NS
 _DAY_NS = 24 * _HOUR_NS
-_ARRIVES_NS = 20 * 10**9  # from the end of a capture until it has arrived
-_LATEST_NS = _ARRIVES_NS + 5 * 10**9  # no window is longer than the rest
-_HOLDER = "demo"
+_ARRIVAL_DELAY_NS = 20 * 10**9  # from the end of a capture until it has arrived
+_LATEST_NS = _ARRIVAL_DELAY_NS + 5 * 10**9  # no window is longer than the rest
+_LEASE_OWNER = "demo"
 _TABLES = ("captures", "devices", "kernels", "findings")
-_REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
+_DEMO_REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
     ("recommender", "done", "", "", ""),
     ("assistant", "partial", "missing", "{host}: its files did not come in time", ""),
     ("vision", "failed", "no-host", "{host}: it did not say in time that it is ready", ""),
@@ -189,7 +193,7 @@ _REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
 """Model, state, reason, detail and the rule that asked of requests for traces that have ended, the newest first."""
 
 
-def recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
+def build_recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
     """What the demo shows, where its weeks end at a Unix time."""
     start = datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date() - timedelta(days=days - 1)
     changes = (
@@ -201,11 +205,11 @@ def recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
     return WeeksRecipe(start, days, TEAMS, changes, slow_host=SLOW_HOST, captures=1, usage_days=days)
 
 
-def fill(
-    state: State,
-    objects: Objects,
+def fill_demo(
+    state: ServiceState,
+    objects: ObjectStore,
     tables: Tables,
-    made: WeeksRecipe,
+    weeks_recipe: WeeksRecipe,
     now_ns: int,
     *,
     progress: Callable[[str], object] = lambda _: None,
@@ -216,37 +220,39 @@ def fill(
         state: Of the store, as `objects` and `tables`.
         objects: The same.
         tables: The same, created.
-        made: What, of `recipe`.
+        weeks_recipe: What, of `recipe`.
         now_ns: When the weeks end, Unix time.
         progress: Called with what is done next.
     """
     progress("weeks of eight hosts are made")
-    weeks = made_weeks(made)
+    weeks = build_weeks(weeks_recipe)
     jobs = weeks.tables["jobs"].filter(pl.col("valid_from_ns") < now_ns)
     captures = weeks.tables["captures"].filter(pl.col("start_ns") + _LATEST_NS < now_ns).sort("start_ns")
-    requests = _requests(captures, now_ns)
+    requests = _build_requests(captures, now_ns)
 
     progress(f"{captures.height} captures are written")
-    writing = _Writing(state, objects, weeks, {request.capture: request.id for request in requests})
+    writing = _CaptureWriter(state, objects, weeks, {request.capture: request.id for request in requests})
     for capture in captures.iter_rows(named=True):
         writing.add(capture)
 
     progress("tables are filled")
-    of_captures = {name: SCHEMAS[name].complete(frame) for name, frame in (*writing.tables().items(), ("jobs", jobs))}
+    capture_tables = {
+        name: SCHEMAS[name].complete(frame) for name, frame in (*writing.tables().items(), ("jobs", jobs))
+    }
     term = secrets.token_hex(8)
     state.lead(LEADER, term, 600)  # nobody else does: the store was empty
     batch = state.open_batch(captures.height, term)
     assert batch is not None, "there are captures"
-    tables.commit(f"captures {state.identity}", batch.number, of_captures)
+    tables.commit(f"captures {state.identity}", batch.number, capture_tables)
     state.close_batch(batch.number, term)
-    usage = minutes(weeks.observed.filter(pl.col("time_ns") + _MINUTE_NS <= now_ns))
-    tables.commit(f"usage {state.identity}", 1, {"usage_minute": usage, "usage_hour": hours(usage)})
+    usage = compute_usage_minutes(weeks.observed.filter(pl.col("time_ns") + _MINUTE_NS <= now_ns))
+    tables.commit(f"usage {state.identity}", 1, {"usage_minute": usage, "usage_hour": compute_usage_hours(usage)})
 
-    state.put_document("owners", "operator", OWNERS)
-    state.put_document("prices", "operator", PRICES)
-    state.set_trigger_rules(TRIGGERS)
-    state.put_trigger_documents({}, _did(requests, captures, now_ns))
-    state.add_webhook("chat", WEBHOOK, EVENTS)
+    state.put_document("owners", "operator", OWNERS_TOML)
+    state.put_document("prices", "operator", PRICES_TOML)
+    state.set_trigger_rules(TRIGGERS_TOML)
+    state.put_trigger_documents({}, _build_rule_counts(requests, captures, now_ns))
+    state.add_webhook("chat", WEBHOOK_URL, EVENTS)
     for host in (*weeks.hosts, SILENT_HOST):
         state.put_host(host, secrets.token_urlsafe(32))
     for request in requests:
@@ -254,51 +260,53 @@ def fill(
     state.resign(term)
 
 
-def _requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
+def _build_requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
     """Requests that have ended; those that gave a capture gave one of the latest of their team."""
     requests = []
-    for at, (model, state, reason, text, rule) in enumerate(_REQUESTS):
-        capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(-1 - at, named=True)
+    for index, (model, state, reason, text, rule) in enumerate(_DEMO_REQUESTS):
+        capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(-1 - index, named=True)
         gave = state in {"done", "partial"}
-        asked_ns = capture["start_ns"] - 15 * 10**9 if gave else now_ns - (at + 1) * _HOUR_NS
+        requested_ns = capture["start_ns"] - 15 * 10**9 if gave else now_ns - (index + 1) * _HOUR_NS
         host = f"host{int(capture['job'].split('-')[1]):02}"
         detail = text.format(host=host)
-        who = f"trigger {rule}" if rule else "operator"
-        progress = HostProgress(state="uploaded" if gave else "failed", since_ns=asked_ns, reason=reason, detail=detail)
+        requester = f"trigger {rule}" if rule else "operator"
+        progress = HostStatus(
+            state="uploaded" if gave else "failed", since_ns=requested_ns, reason=reason, detail=detail
+        )
         requests.append(
             FleetRequest(
-                id=f"{at:016x}", who=who, asked_ns=asked_ns, wanted=Wanted(job=capture["job"], steps=STEPS),
-                hosts={host: progress}, state=state, since_ns=asked_ns + 40 * 10**9, reason=reason, detail=detail,
+                id=f"{index:016x}", who=requester, asked_ns=requested_ns, wanted=TraceSpec(job=capture["job"], steps=STEPS),
+                hosts={host: progress}, state=state, since_ns=requested_ns + 40 * 10**9, reason=reason, detail=detail,
                 start_ns=capture["start_ns"] if gave else 0, capture=capture["capture"] if gave else "",
-                trigger=Cause(rule=rule, target=capture["job"], what="a kernel takes 10.0× as long") if rule else None,
+                trigger=TriggerCause(rule=rule, target=capture["job"], what="a kernel takes 10.0× as long") if rule else None,
             )
         )  # fmt: skip
     return requests
 
 
-def _did(requests: list[FleetRequest], captures: pl.DataFrame, now_ns: int) -> dict[str, str]:
+def _build_rule_counts(requests: list[FleetRequest], captures: pl.DataFrame, now_ns: int) -> dict[str, str]:
     """Rule -> the document of what it did: one asked for traces, one was refused."""
     counts: dict[str, RuleCounts] = {}
     for request in requests:
         if (cause := request.trigger) is not None:
-            of_rule = counts.setdefault(cause.rule, RuleCounts())
-            of_rule.fired += 1
-            of_rule.last = Fired(
+            rule_counts = counts.setdefault(cause.rule, RuleCounts())
+            rule_counts.fired += 1
+            rule_counts.last = LastFiring(
                 at_ns=request.asked_ns, request=request.id, target=cause.target, what=cause.what, uid=-1
             )  # fmt: skip
     job = captures.filter(pl.col("job").str.starts_with("vision-")).row(-1, named=True)["job"]
-    refused = Refused(
+    refused = LastRefusal(
         at_ns=now_ns - _HOUR_NS, target=job, what="it computed in 5 % of its device time in the last 15 min", uid=-1,
         reason="cooldown", detail="it was traced of late: not for 1200 s",
     )  # fmt: skip
     counts["idle-devices"] = RuleCounts(refusals={"cooldown": 12, "budget-share": 2}, last_refusal=refused)
-    return {rule: msgspec.json.encode(of_rule).decode() for rule, of_rule in counts.items()}
+    return {rule: msgspec.json.encode(rule_counts).decode() for rule, rule_counts in counts.items()}
 
 
-class _Writing:
+class _CaptureWriter:
     """Writes captures, and has their rows."""
 
-    def __init__(self, state: State, objects: Objects, weeks: Weeks, requests: Mapping[str, str]) -> None:
+    def __init__(self, state: ServiceState, objects: ObjectStore, weeks: Weeks, requests: Mapping[str, str]) -> None:
         self._state, self._objects, self._requests = state, objects, requests
         self._changes = weeks.recipe.changes
         self._teams = {team.model: team for team in TEAMS}
@@ -316,17 +324,17 @@ class _Writing:
         """Write the file of a capture, and work out its rows."""
         name, job, start_ns = capture["capture"], capture["job"], capture["start_ns"]
         model = job.partition("-")[0]
-        made = recording(
+        recording = build_recording(
             self._work[name], model=model, busy=self._teams[model].busy, host=self._hosts[name],
             process=int(job.rpartition("-")[2]), start_ns=start_ns,
         )  # fmt: skip
-        content = gzip.compress(made.text.encode(), 6, mtime=0)
-        self._keep(name, job, start_ns + made.window_ns + _ARRIVES_NS, content)
+        content = gzip.compress(recording.text.encode(), 6, mtime=0)
+        self._keep(name, job, start_ns + recording.window_ns + _ARRIVAL_DELAY_NS, content)
         day = (self._began[job] - self._start_ns) // _DAY_NS
         program = model, sum(change.model == model and day >= change.day for change in self._changes)
         if program not in self._analysed:
-            self._analysed[program] = _analysed(content, start_ns)
-        for table, rows_of in self._as_made(capture, made, self._analysed[program]).items():
+            self._analysed[program] = _analyse_file(content, start_ns)
+        for table, rows_of in self._as_made(capture, recording, self._analysed[program]).items():
             self._rows[table] += rows_of
 
     def tables(self) -> dict[str, pl.DataFrame]:
@@ -338,34 +346,39 @@ class _Writing:
         day = datetime.fromtimestamp(received_ns / 1e9, timezone.utc).date().isoformat()
         record = CaptureRecord(
             id=name, day=day, job=job, uploader="operator", received_ns=received_ns, complete=False,
-            bytes=len(content), files=(FileOfCapture(FILE, len(content), hashlib.sha256(content).hexdigest()),),
+            bytes=len(content), files=(CaptureFile(TRACE_FILE, len(content), hashlib.sha256(content).hexdigest()),),
         )  # fmt: skip
         self._state.add_capture(record)
-        self._objects.put(f"{folder_of(record)}/{FILE}", content)
+        self._objects.put(f"{get_capture_directory(record)}/{TRACE_FILE}", content)
         self._state.complete_capture(name, __version__)
-        task = self._state.claim(_HOLDER, 600)
+        task = self._state.claim(_LEASE_OWNER, 600)
         assert task is not None, "it was just added"
-        self._state.advance(task.id, _HOLDER, "analysed")
+        self._state.advance(task.id, _LEASE_OWNER, "analysed")
 
     def _as_made(
-        self, capture: dict[str, Any], made: MadeRecording, analysed: dict[str, pl.DataFrame]
+        self, capture: dict[str, Any], recording: DemoRecording, analysed: dict[str, pl.DataFrame]
     ) -> dict[str, list[dict[str, Any]]]:
         """The rows of a capture: durations as they were made, the rest as of the one that was analysed."""
-        of_capture = {"day": capture["day"], "capture": capture["capture"]}
+        capture_key = {"day": capture["day"], "capture": capture["capture"]}
         work = self._work[capture["capture"]]
         busy_ns = sum(row["total_ns"] for row in work)
-        idle_ns = made.device_window_ns - busy_ns
-        device = analysed["devices"].row(0, named=True) | of_capture | {"host": self._hosts[capture["capture"]]}
+        idle_ns = recording.device_window_ns - busy_ns
+        device = analysed["devices"].row(0, named=True) | capture_key | {"host": self._hosts[capture["capture"]]}
         causes = sorted((name for name in device if name.startswith("idle_") and name != "idle_ns"), key=device.get)  # type: ignore[arg-type]
-        device |= {"window_ns": made.device_window_ns, "busy_ns": busy_ns, "compute_ns": busy_ns, "idle_ns": idle_ns}
+        device |= {
+            "window_ns": recording.device_window_ns,
+            "busy_ns": busy_ns,
+            "compute_ns": busy_ns,
+            "idle_ns": idle_ns,
+        }
         device[causes[-1]] = idle_ns - sum(device[cause] for cause in causes[:-1])
-        kinds = {_part(row): row for row in analysed["kernels"].iter_rows(named=True)}
+        kinds = {_get_part_key(row): row for row in analysed["kernels"].iter_rows(named=True)}
         kernels = []
         for row in work:
-            kind, each_ns = kinds[_part(row)], row["total_ns"] // row["count"]
+            kind, each_ns = kinds[_get_part_key(row)], row["total_ns"] // row["count"]
             roofline_ns = kind["roofline_ns"]
             kernels.append(
-                kind | of_capture | {
+                kind | capture_key | {
                     "count": row["count"], "total_ns": row["total_ns"], "min_ns": each_ns,
                     "max_ns": each_ns + (row["total_ns"] % row["count"] > 0), "clock_hz": None,
                     "roofline_ns": None if roofline_ns is None else roofline_ns * row["count"] // kind["count"],
@@ -374,25 +387,25 @@ class _Writing:
         # what has no model counts as if it were at the peaks
         at_the_peaks = sum(row["total_ns"] if row["roofline_ns"] is None else row["roofline_ns"] for row in kernels)
         like = analysed["captures"].row(0, named=True)
-        longer = made.step_ns / like["step_ns"]
-        whole = capture | {
-            "request": self._requests.get(capture["capture"]), "window_ns": made.window_ns, "step_ns": made.step_ns,
-            "mfu": like["mfu"] / longer, "roofline_fraction": at_the_peaks / made.window_ns,
+        longer = recording.step_ns / like["step_ns"]
+        capture_row = capture | {
+            "request": self._requests.get(capture["capture"]), "window_ns": recording.window_ns, "step_ns": recording.step_ns,
+            "mfu": like["mfu"] / longer, "roofline_fraction": at_the_peaks / recording.window_ns,
             "notices": like["notices"], "version": __version__,
         }  # fmt: skip
         findings = [
-            finding | of_capture | {"saving_ns": round((finding["saving_fraction"] or 0.0) * made.step_ns)}
+            finding | capture_key | {"saving_ns": round((finding["saving_fraction"] or 0.0) * recording.step_ns)}
             for finding in analysed["findings"].iter_rows(named=True)
         ]
-        return {"captures": [whole], "devices": [device], "kernels": kernels, "findings": findings}
+        return {"captures": [capture_row], "devices": [device], "kernels": kernels, "findings": findings}
 
 
-def _analysed(content: bytes, start_ns: int) -> dict[str, pl.DataFrame]:
+def _analyse_file(content: bytes, start_ns: int) -> dict[str, pl.DataFrame]:
     """What the service's analysis says of a file."""
-    with tempfile.TemporaryDirectory(prefix="traceloom-") as folder:
-        (Path(folder) / FILE).write_bytes(content)
-        return rows(load(folder, cache=False), CaptureOrigin("analysed", start_ns))
+    with tempfile.TemporaryDirectory(prefix="traceloom-") as directory:
+        (Path(directory) / TRACE_FILE).write_bytes(content)
+        return build_capture_rows(load(directory, cache=False), CaptureOrigin("analysed", start_ns))
 
 
-def _part(row: Mapping[str, Any]) -> tuple[str, str]:
+def _get_part_key(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["kernel"], json.dumps(json.loads(row["shapes"]))

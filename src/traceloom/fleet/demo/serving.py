@@ -16,19 +16,19 @@ import polars as pl
 from traceloom import __version__
 from traceloom.agent.fleet_link.protocol import ClockOffset, Heartbeat, HostDevice, HostProcess
 from traceloom.errors import OutputError, UsageError
-from traceloom.fleet.demo.data import fill, recipe
-from traceloom.fleet.service.service import Service
-from traceloom.fleet.store.captures import State
-from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.demo.data import build_recipe, fill_demo
+from traceloom.fleet.service.service import FleetService
+from traceloom.fleet.store.captures import ServiceState
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import BUSY, MINUTE_MS
 from traceloom.fleet.store.tables import Tables
 from traceloom.system import process
 from traceloom.system.files import is_address
 
-MARK = "traceloom-demo"
+MARKER_FILE = "traceloom-demo"
 """The file that says that a store is a demo's, and whether it was filled to the end."""
 
-_FULL = "full\n"
+_COMPLETE_MARKER = "full\n"
 
 
 class DemoDirectory(NamedTuple):
@@ -39,11 +39,11 @@ class DemoDirectory(NamedTuple):
 
     def filled(self) -> None:
         """It was filled to the end."""
-        (self.path / MARK).write_text(_FULL, encoding="ascii")
+        (self.path / MARKER_FILE).write_text(_COMPLETE_MARKER, encoding="ascii")
 
 
 @contextmanager
-def demo_directory(store: str) -> Iterator[DemoDirectory]:
+def open_demo_directory(store: str) -> Iterator[DemoDirectory]:
     """Where the demo keeps its store; a temporary directory is removed at the end.
 
     Args:
@@ -62,21 +62,21 @@ def demo_directory(store: str) -> Iterator[DemoDirectory]:
         return
     if is_address(store):
         raise UsageError("a demo is kept in a directory", slug="wrong-usage", where=store[:80])
-    yield _prepared(Path(store).absolute())
+    yield _prepare_directory(Path(store).absolute())
 
 
-def _prepared(path: Path) -> DemoDirectory:
-    mark = path / MARK
+def _prepare_directory(path: Path) -> DemoDirectory:
+    marker = path / MARKER_FILE
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if mark.is_file():
-            if mark.read_text(encoding="ascii", errors="replace") == _FULL:
+        if marker.is_file():
+            if marker.read_text(encoding="ascii", errors="replace") == _COMPLETE_MARKER:
                 return DemoDirectory(path, full=True)
             reason, hint = "a demo was not filled to the end here", "remove the directory, and start again"
         elif any(path.iterdir()):
             reason, hint = "the directory holds other things; no demo is put among them", "name an empty one, or none"
         else:
-            mark.touch()
+            marker.touch()
             return DemoDirectory(path, full=False)
     except OSError as error:
         reason = f"a demo cannot be kept there: {(error.strerror or str(error)).lower()}"
@@ -84,44 +84,44 @@ def _prepared(path: Path) -> DemoDirectory:
     raise OutputError(reason, slug="cannot-write", where=str(path), hint=hint)
 
 
-EVERY_S = 10.0
-_LOOK_S = 0.1
-_MEMORY_BYTES = 80e9
-_TROUBLE: Mapping[str, dict[str, str]] = {"host04": {"dcgm": "there is no libdcgm.so.4 on this host"}}
+HEARTBEAT_INTERVAL_S = 10.0
+_REGISTRY_POLL_S = 0.1
+_DEVICE_MEMORY_BYTES = 80e9
+_COLLECTOR_ERRORS: Mapping[str, dict[str, str]] = {"host04": {"dcgm": "there is no libdcgm.so.4 on this host"}}
 """Host -> what its agent cannot do."""
 
 
-def hosts_at_the_end(tables: Tables) -> dict[str, Heartbeat]:
+def build_last_heartbeats(tables: Tables) -> dict[str, Heartbeat]:
     """Host -> what it says: its devices as they were in the last minute that the tables have, and who used them."""
     usage = tables.scan("usage_minute")
     last = usage.filter(pl.col("time_ns") == pl.col("time_ns").max(), pl.col("state") != "unreachable")
     # what a job was last: a demo that was served before has its hosts' statements beside its own
-    about = tables.scan("jobs").sort("valid_from_ns").group_by("job").agg(
+    last_jobs = tables.scan("jobs").sort("valid_from_ns").group_by("job").agg(
         pl.col("scheduler", "user", "framework").last()
     )  # fmt: skip
     steps = tables.scan("captures").group_by("job").agg(pl.col("step_ns").last())
-    rows = last.join(about, on="job", how="left").join(steps, on="job", how="left").sort("host", "device", "job")
+    rows = last.join(last_jobs, on="job", how="left").join(steps, on="job", how="left").sort("host", "device", "job")
     return {
-        str(host): _heartbeat(str(host), at, of_host)
-        for at, ((host,), of_host) in enumerate(rows.collect().group_by("host", maintain_order=True))
+        str(host): _build_heartbeat(str(host), host_index, host_rows)
+        for host_index, ((host,), host_rows) in enumerate(rows.collect().group_by("host", maintain_order=True))
     }
 
 
-def _heartbeat(host: str, at: int, rows: pl.DataFrame) -> Heartbeat:
+def _build_heartbeat(host: str, host_index: int, rows: pl.DataFrame) -> Heartbeat:
     devices: list[HostDevice] = []
     processes: list[HostProcess] = []
-    for index, ((uuid,), of_device) in enumerate(rows.group_by("device", maintain_order=True)):
-        busy = sum(of_device.filter(pl.col("state") == BUSY)["device_ms"]) / MINUTE_MS
-        used = 0.7 if of_device["job"].drop_nulls().len() else 0.0
+    for index, ((uuid,), device_rows) in enumerate(rows.group_by("device", maintain_order=True)):
+        busy_ratio = sum(device_rows.filter(pl.col("state") == BUSY)["device_ms"]) / MINUTE_MS
+        memory_used_ratio = 0.7 if device_rows["job"].drop_nulls().len() else 0.0
         values = {
-            "gpu_busy_ratio": busy, "gpu_power_watts": 60 + 340 * busy, "gpu_memory_limit_bytes": _MEMORY_BYTES,
-            "gpu_memory_used_bytes": used * _MEMORY_BYTES,
+            "gpu_busy_ratio": busy_ratio, "gpu_power_watts": 60 + 340 * busy_ratio, "gpu_memory_limit_bytes": _DEVICE_MEMORY_BYTES,
+            "gpu_memory_used_bytes": memory_used_ratio * _DEVICE_MEMORY_BYTES,
         }  # fmt: skip
-        model = of_device["device_model"].drop_nulls().first()
+        model = device_rows["device_model"].drop_nulls().first()
         devices.append(HostDevice(uuid=str(uuid), index=str(index), model=str(model or ""), values=values))
-        jobs = of_device.drop_nulls("job").unique("job", maintain_order=True)
+        jobs = device_rows.drop_nulls("job").unique("job", maintain_order=True)
         for job in jobs.iter_rows(named=True):
-            pid = 1000 + 10 * at + len(processes)
+            pid = 1000 + 10 * host_index + len(processes)
             processes.append(
                 HostProcess(
                     key=f"{pid}@{job['time_ns']}", pid=pid, uid=1000, job=job["job"], job_name=job["job"],
@@ -132,27 +132,27 @@ def _heartbeat(host: str, at: int, rows: pl.DataFrame) -> Heartbeat:
             )  # fmt: skip
     return Heartbeat(
         sent_ns=0, boot_id="demo", version=__version__, devices=devices, processes=processes,
-        clock=ClockOffset(offset_ns=(at - 3) * 40_000, error_ns=90_000 + 10_000 * at, round_trips=8),
-        trouble=_TROUBLE.get(host, {}),
+        clock=ClockOffset(offset_ns=(host_index - 3) * 40_000, error_ns=90_000 + 10_000 * host_index, round_trips=8),
+        trouble=_COLLECTOR_ERRORS.get(host, {}),
     )  # fmt: skip
 
 
-async def speak(service: Service, hosts: Mapping[str, Heartbeat]) -> None:
+async def send_heartbeats(service: FleetService, hosts: Mapping[str, Heartbeat]) -> None:
     """Have hosts say how they are, over and over, while the service talks to hosts; until it is cancelled."""
     from msgspec.structs import replace
 
     while True:
-        desk = service.hosts
-        for host, heartbeat in () if desk is None else hosts.items():
-            assert desk is not None
-            await desk.heartbeat(host, replace(heartbeat, sent_ns=time.time_ns()))
-        await asyncio.sleep(_LOOK_S if desk is None else EVERY_S)
+        registry = service.hosts
+        for host, heartbeat in () if registry is None else hosts.items():
+            assert registry is not None
+            await registry.heartbeat(host, replace(heartbeat, sent_ns=time.time_ns()))
+        await asyncio.sleep(_REGISTRY_POLL_S if registry is None else HEARTBEAT_INTERVAL_S)
 
 
-TOKEN = "demo"  # noqa: S105  (its name)
+DEMO_TOKEN_NAME = "demo"  # noqa: S105  (its name)
 
 
-class Demo:
+class DemoFleet:
     """A made fleet that is served.
 
     Attributes:
@@ -166,7 +166,7 @@ class Demo:
 
     @classmethod
     @contextmanager
-    def in_directory(cls, store: str, state: str) -> Iterator[Demo]:
+    def open_store(cls, store: str, state: str) -> Iterator[DemoFleet]:
         """Have a directory for it, as `demo_directory`.
 
         Raises:
@@ -174,29 +174,32 @@ class Demo:
         """
         if state:
             raise UsageError("a demo keeps its state in its store", slug="wrong-usage", hint="leave --state out")
-        with demo_directory(store) as directory:
+        with open_demo_directory(store) as directory:
             yield cls(directory)
 
-    def fill(self, state: State, objects: Objects, tables: Tables, progress: Callable[[str], object]) -> None:
+    def fill(
+        self, state: ServiceState, objects: ObjectStore, tables: Tables, progress: Callable[[str], object]
+    ) -> None:
         """Fill its store, unless it is full, and make a token; progress is called with what is done next.
 
         The token of this user's own service is left alone.
         """
         if not self.directory.full:
             now_ns = time.time_ns()
-            fill(state, objects, tables, recipe(now_ns), now_ns, progress=progress)
+            fill_demo(state, objects, tables, build_recipe(now_ns), now_ns, progress=progress)
             self.directory.filled()
-        state.revoke_token(TOKEN)
-        self.token = state.add_token(TOKEN, "admin")
+        state.revoke_token(DEMO_TOKEN_NAME)
+        self.token = state.add_token(DEMO_TOKEN_NAME, "admin")
 
     @asynccontextmanager
-    async def hosts(self, service: Service) -> AsyncIterator[None]:
+    async def hosts(self, service: FleetService) -> AsyncIterator[None]:
         """Let its hosts say how they are, while the service runs."""
-        speaking = asyncio.create_task(
-            speak(service, await asyncio.to_thread(hosts_at_the_end, service.tables)), name="hosts of the demo"
+        heartbeat_task = asyncio.create_task(
+            send_heartbeats(service, await asyncio.to_thread(build_last_heartbeats, service.tables)),
+            name="hosts of the demo",
         )
         try:
             yield
         finally:
-            speaking.cancel()
-            await asyncio.gather(speaking, return_exceptions=True)
+            heartbeat_task.cancel()
+            await asyncio.gather(heartbeat_task, return_exceptions=True)

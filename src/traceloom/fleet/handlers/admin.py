@@ -11,41 +11,41 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from traceloom.agent.triggers.store import Fired, Refused, RuleCounts
+from traceloom.agent.triggers.store import LastFiring, LastRefusal, RuleCounts
 from traceloom.errors import InputError, UsageError
-from traceloom.fleet.analyses.attribution import attribution, moves
-from traceloom.fleet.handlers.captures import FleetAsked, FleetRoute
-from traceloom.fleet.questions.declaration import Asking
-from traceloom.fleet.rules import MOST_BYTES, AnyFleetRule, FleetRules, on, prices_of, rules_of
-from traceloom.fleet.service.webhooks import WebhookSender, fleet_event
+from traceloom.fleet.analyses.attribution import compare_ownership, divide_device_time
+from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute
+from traceloom.fleet.questions.declaration import TimeQuery
+from traceloom.fleet.rules import MAX_BYTES, AnyFleetRule, FleetRules, get_rule_kind, parse_prices, parse_rules
+from traceloom.fleet.service.webhooks import WebhookDispatcher, build_fleet_event
 from traceloom.fleet.store.rules import EVENTS, Delivery, DocumentName, EventName, WebhookRecord
-from traceloom.fleet.triggers import FleetTriggers
-from traceloom.server.problem import HttpAnswer, RequestError
+from traceloom.fleet.triggers import FleetTriggerEngine
+from traceloom.server.problem import HttpError, HttpResponseBody
 from traceloom.system.text import NAME
 
-_MOST_MOVES = 1_000
+_MAX_MOVES = 1_000
 Kind = TypeVar("Kind")
 
 
-class DocumentBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class DocumentBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A new version of a document: its text in TOML. `dry_run`: only what would change.
 
     `since`, `until`: the time in which what would change is looked at.
     """
 
-    text: Annotated[str, Meta(max_length=MOST_BYTES)]
+    text: Annotated[str, Meta(max_length=MAX_BYTES)]
     dry_run: bool = False
     since: Annotated[str, Meta(max_length=40)] = "30d"
     until: Annotated[str, Meta(max_length=40)] = ""
 
 
-class DocumentParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class DocumentParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Which version; 0: the last one."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 62)] = 0
 
 
-class DocumentVersion(HttpAnswer, frozen=True):
+class DocumentVersion(HttpResponseBody, frozen=True):
     """A version, since when it counts, and who wrote it."""
 
     version: int
@@ -53,7 +53,7 @@ class DocumentVersion(HttpAnswer, frozen=True):
     who: str
 
 
-class DocumentAnswer(HttpAnswer, frozen=True):
+class DocumentAnswer(HttpResponseBody, frozen=True):
     """A document; version 0 and an empty text where none was written."""
 
     version: int
@@ -62,13 +62,13 @@ class DocumentAnswer(HttpAnswer, frozen=True):
     text: str
 
 
-class DocumentHistoryAnswer(HttpAnswer, frozen=True):
+class DocumentHistoryAnswer(HttpResponseBody, frozen=True):
     """All versions of a document, newest first."""
 
     versions: list[DocumentVersion]
 
 
-class MoveAnswer(HttpAnswer, frozen=True):
+class MoveAnswer(HttpResponseBody, frozen=True):
     """Device time of jobs that belonged to `before`, by a dimension, and belongs to `after`, milliseconds."""
 
     dimension: str
@@ -78,7 +78,7 @@ class MoveAnswer(HttpAnswer, frozen=True):
     device_ms: int
 
 
-class OwnersChangeAnswer(HttpAnswer, frozen=True):
+class OwnersChangeAnswer(HttpResponseBody, frozen=True):
     """What other rules change: device time that moves, the most first. `version`: null where nothing was kept."""
 
     since_ns: int
@@ -87,7 +87,7 @@ class OwnersChangeAnswer(HttpAnswer, frozen=True):
     moves: list[MoveAnswer]
 
 
-class CostAnswer(HttpAnswer, frozen=True):
+class CostAnswer(HttpResponseBody, frozen=True):
     """What the device time of a model of device costs before and after, in their currencies; null: not known."""
 
     device_model: str
@@ -96,7 +96,7 @@ class CostAnswer(HttpAnswer, frozen=True):
     after: float | None
 
 
-class PricesChangeAnswer(HttpAnswer, frozen=True):
+class PricesChangeAnswer(HttpResponseBody, frozen=True):
     """What other prices change, by model of device. `version`: null where nothing was kept."""
 
     since_ns: int
@@ -107,32 +107,33 @@ class PricesChangeAnswer(HttpAnswer, frozen=True):
     costs: list[CostAnswer]
 
 
-async def _set_owners(asked: FleetAsked) -> OwnersChangeAnswer:
-    body = await asked.body(DocumentBody)
-    desk = asked.service.questions
-    rules = _parsed(rules_of, body.text)
+async def _set_owners(context: FleetRequestContext) -> OwnersChangeAnswer:
+    body = await context.body(DocumentBody)
+    desk = context.service.questions
+    rules = _parse_document(parse_rules, body.text)
 
     def compare() -> OwnersChangeAnswer:
-        frames = desk.frames(Asking(since=body.since, until=body.until))
-        rows = moves(frames.usage, frames.owned, frames.owned_by(rules)).rows.head(_MOST_MOVES)
+        frames = desk.frames(TimeQuery(since=body.since, until=body.until))
+        rows = compare_ownership(frames.usage, frames.owned, frames.owned_by(rules)).rows.head(_MAX_MOVES)
         return OwnersChangeAnswer(
             since_ns=frames.period.since_ns, until_ns=frames.period.until_ns, version=None,
             moves=msgspec.convert(rows.to_dicts(), list[MoveAnswer]),
         )  # fmt: skip
 
     answer = await desk.work(compare)
-    return msgspec.structs.replace(answer, version=await _kept(asked, "owners", body))
+    return msgspec.structs.replace(answer, version=await _store_document(context, "owners", body))
 
 
-async def _set_prices(asked: FleetAsked) -> PricesChangeAnswer:
-    body = await asked.body(DocumentBody)
-    desk = asked.service.questions
-    prices = _parsed(prices_of, body.text)
+async def _set_prices(context: FleetRequestContext) -> PricesChangeAnswer:
+    body = await context.body(DocumentBody)
+    desk = context.service.questions
+    prices = _parse_document(parse_prices, body.text)
 
     def compare() -> PricesChangeAnswer:
-        frames = desk.frames(Asking(since=body.since, until=body.until))
+        frames = desk.frames(TimeQuery(since=body.since, until=body.until))
         before, after = (
-            attribution(frames.usage, frames.owned, ["device_model"], each).leaves for each in (frames.prices, prices)
+            divide_device_time(frames.usage, frames.owned, ["device_model"], price_list).leaves
+            for price_list in (frames.prices, prices)
         )
         old = dict(before.select("device_model", "cost").iter_rows())
         return PricesChangeAnswer(
@@ -145,59 +146,62 @@ async def _set_prices(asked: FleetAsked) -> PricesChangeAnswer:
         )  # fmt: skip
 
     answer = await desk.work(compare)
-    return msgspec.structs.replace(answer, version=await _kept(asked, "prices", body))
+    return msgspec.structs.replace(answer, version=await _store_document(context, "prices", body))
 
 
-async def _kept(asked: FleetAsked, name: DocumentName, body: DocumentBody) -> int | None:
+async def _store_document(context: FleetRequestContext, name: DocumentName, body: DocumentBody) -> int | None:
     if body.dry_run:
         return None
-    version = await asyncio.to_thread(asked.service.state.put_document, name, asked.token.name, body.text)
-    await asked.note(version=str(version))
+    version = await asyncio.to_thread(context.service.state.put_document, name, context.token.name, body.text)
+    await context.note(version=str(version))
     return version
 
 
-def _parsed(parse: Callable[[str], Kind], text: str) -> Kind:
+def _parse_document(parse: Callable[[str], Kind], text: str) -> Kind:
     try:
         return parse(text)
     except InputError as error:
-        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
 
 
-def _document_routes(name: DocumentName, what: str) -> tuple[FleetRoute, ...]:
-    async def current(asked: FleetAsked) -> DocumentAnswer:
-        version = asked.parameters(DocumentParameters).version
-        kept = await asyncio.to_thread(asked.service.state.document, name, version)
-        if kept is None and version:
-            raise RequestError(404, "there is no such version", slug="no-such-version")
-        if kept is None:
+def _build_document_routes(name: DocumentName, summary: str) -> tuple[FleetRoute, ...]:
+    async def current(context: FleetRequestContext) -> DocumentAnswer:
+        version = context.parameters(DocumentParameters).version
+        stored = await asyncio.to_thread(context.service.state.document, name, version)
+        if stored is None and version:
+            raise HttpError(404, "there is no such version", slug="no-such-version")
+        if stored is None:
             return DocumentAnswer(version=0, at_ns=None, who="", text="")
-        return DocumentAnswer(version=kept.version, at_ns=kept.at_ns, who=kept.who, text=kept.document)
+        return DocumentAnswer(version=stored.version, at_ns=stored.at_ns, who=stored.who, text=stored.document)
 
-    async def history(asked: FleetAsked) -> DocumentHistoryAnswer:
-        kept = await asyncio.to_thread(asked.service.state.documents, name)
+    async def history(context: FleetRequestContext) -> DocumentHistoryAnswer:
+        stored_versions = await asyncio.to_thread(context.service.state.documents, name)
         return DocumentHistoryAnswer(
-            versions=[DocumentVersion(version=each.version, at_ns=each.at_ns, who=each.who) for each in kept]
+            versions=[
+                DocumentVersion(version=stored_version.version, at_ns=stored_version.at_ns, who=stored_version.who)
+                for stored_version in stored_versions
+            ]
         )
 
     return (
         FleetRoute(
-            path=f"/api/v1/{name}", summary=what, answers=current, answer=DocumentAnswer,
+            path=f"/api/v1/{name}", summary=summary, answers=current, answer=DocumentAnswer,
             parameters=DocumentParameters, refuses=(400, 404),
         ),
         FleetRoute(
-            path=f"/api/v1/{name}/history", summary=f"{what}: all versions", answers=history,
+            path=f"/api/v1/{name}/history", summary=f"{summary}: all versions", answers=history,
             answer=DocumentHistoryAnswer,
         ),
     )  # fmt: skip
 
 
 RULE_ROUTES = (
-    *_document_routes("owners", "Rules that say whose jobs are"),
+    *_build_document_routes("owners", "Rules that say whose jobs are"),
     FleetRoute(
         path="/api/v1/owners", summary="Change the rules of owners, or see what a change would do", answers=_set_owners,
         answer=OwnersChangeAnswer, method="POST", body=DocumentBody, role="operator", refuses=(400, 403, 503),
     ),
-    *_document_routes("prices", "Prices of device hours and energy"),
+    *_build_document_routes("prices", "Prices of device hours and energy"),
     FleetRoute(
         path="/api/v1/prices", summary="Change the prices, or see what a change would do", answers=_set_prices,
         answer=PricesChangeAnswer, method="POST", body=DocumentBody, role="operator", refuses=(400, 403, 503),
@@ -205,7 +209,7 @@ RULE_ROUTES = (
 )  # fmt: skip
 
 
-class FleetTriggersBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class FleetTriggersBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """All rules, as TOML; they take the place of those before. `dry_run`: they are only checked, and those stay."""
 
     toml: Annotated[str, Meta(max_length=200_000)]
@@ -226,11 +230,11 @@ class FleetTriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     fired: int
     refusals: dict[str, int]
     kept_bytes: int
-    last: Fired | None
-    last_refusal: Refused | None
+    last: LastFiring | None
+    last_refusal: LastRefusal | None
 
 
-class FleetTriggersAnswer(HttpAnswer, frozen=True):
+class FleetTriggersAnswer(HttpResponseBody, frozen=True):
     """All rules, the text that they were set by, and what may still be spent of the budget of 24 hours."""
 
     toml: str
@@ -243,8 +247,8 @@ class FleetTriggersAnswer(HttpAnswer, frozen=True):
     trouble: str
 
 
-def _answer(
-    triggers: FleetTriggers, rules: Iterable[AnyFleetRule] | None = None, text: str | None = None
+def _build_triggers_answer(
+    triggers: FleetTriggerEngine, rules: Iterable[AnyFleetRule] | None = None, text: str | None = None
 ) -> FleetTriggersAnswer:  # fmt: skip
     """The answer about these rules; None: about those that are at work."""
     now_ns, ledger, answers = triggers.desk.clock(), triggers.ledger, []
@@ -252,7 +256,7 @@ def _answer(
         counts = triggers.counts.get(rule.name) or RuleCounts()
         answers.append(
             FleetTriggerAnswer(
-                name=rule.name, on=on(rule), jobs=len(triggers.jobs_of(rule)), target=rule.target,
+                name=rule.name, on=get_rule_kind(rule), jobs=len(triggers.jobs_of(rule)), target=rule.target,
                 cooldown_seconds=rule.cooldown, fired=counts.fired, refusals=dict(counts.refusals),
                 kept_bytes=counts.kept_bytes, last=counts.last, last_refusal=counts.last_refusal,
             )
@@ -265,31 +269,31 @@ def _answer(
     )  # fmt: skip
 
 
-async def _set(asked: FleetAsked) -> FleetTriggersAnswer:
-    body, triggers = await asked.body(FleetTriggersBody), asked.triggers()
+async def _set_triggers(context: FleetRequestContext) -> FleetTriggersAnswer:
+    body, triggers = await context.body(FleetTriggersBody), context.triggers()
     try:
         if body.dry_run:
-            return _answer(triggers, FleetRules.of(body.toml).triggers, body.toml)
+            return _build_triggers_answer(triggers, FleetRules.of(body.toml).triggers, body.toml)
         await triggers.set_rules(body.toml)
     except InputError as error:
-        raise RequestError(400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint) from error
-    await asked.note(rules=", ".join(triggers.rules))
-    return _answer(triggers)
+        raise HttpError(400, f"{error.where}: {error.message}", slug=error.slug, hint=error.hint) from error
+    await context.note(rules=", ".join(triggers.rules))
+    return _build_triggers_answer(triggers)
 
 
 TRIGGER_ROUTES = (
     FleetRoute(
         path="/api/v1/triggers", summary="Rules by which jobs are traced though nobody asks, and what they did",
-        answers=lambda asked: _answer(asked.triggers()), answer=FleetTriggersAnswer, refuses=(503,),
+        answers=lambda asked: _build_triggers_answer(asked.triggers()), answer=FleetTriggersAnswer, refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/triggers", summary="Set all rules, or check them", answers=_set, answer=FleetTriggersAnswer,
+        path="/api/v1/triggers", summary="Set all rules, or check them", answers=_set_triggers, answer=FleetTriggersAnswer,
         method="PUT", body=FleetTriggersBody, role="operator", refuses=(400, 403, 503),
     ),
 )  # fmt: skip
 
 
-class WebhookBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class WebhookBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A webhook: what it is called, where it leads, and what it is told (all, where nothing is named)."""
 
     name: Annotated[str, Meta(pattern=NAME)]
@@ -297,26 +301,26 @@ class WebhookBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     events: Annotated[tuple[EventName, ...], Meta(max_length=16)] = EVENTS
 
 
-class NewWebhookAnswer(HttpAnswer, frozen=True):
+class NewWebhookAnswer(HttpResponseBody, frozen=True):
     """A new webhook; nobody can be told `secret` again."""
 
     name: str
     secret: str
 
 
-class WebhooksAnswer(HttpAnswer, frozen=True):
+class WebhooksAnswer(HttpResponseBody, frozen=True):
     """All webhooks, by name."""
 
     webhooks: list[WebhookRecord]
 
 
-class RemovedWebhookAnswer(HttpAnswer, frozen=True):
+class RemovedWebhookAnswer(HttpResponseBody, frozen=True):
     """A webhook that is told nothing any more."""
 
     name: str
 
 
-class WebhookTestAnswer(HttpAnswer, frozen=True):
+class WebhookTestAnswer(HttpResponseBody, frozen=True):
     """Whether an event for a test arrived; `error`: why not."""
 
     name: str
@@ -324,47 +328,47 @@ class WebhookTestAnswer(HttpAnswer, frozen=True):
     error: str
 
 
-async def _add(asked: FleetAsked) -> NewWebhookAnswer:
-    body = await asked.body(WebhookBody)
+async def _add_webhook(context: FleetRequestContext) -> NewWebhookAnswer:
+    body = await context.body(WebhookBody)
     try:
-        await asked.service.webhook_targets.resolve(body.url)
+        await context.service.webhook_policy.resolve(body.url)
         secret = await asyncio.to_thread(
-            asked.service.state.add_webhook, body.name, body.url, frozenset(body.events or EVENTS)
+            context.service.state.add_webhook, body.name, body.url, frozenset(body.events or EVENTS)
         )
     except InputError as error:
-        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
     except UsageError as error:
-        raise RequestError(409, error.message, slug=error.slug, hint=error.hint) from error
-    await asked.note(webhook=body.name)
+        raise HttpError(409, error.message, slug=error.slug, hint=error.hint) from error
+    await context.note(webhook=body.name)
     return NewWebhookAnswer(name=body.name, secret=secret)
 
 
-def _no_such(name: str) -> RequestError:
-    return RequestError(404, f"there is no webhook `{name}`", slug="no-such-webhook", hint="`traceloom fleet webhooks`")
+def _build_no_such_webhook(name: str) -> HttpError:
+    return HttpError(404, f"there is no webhook `{name}`", slug="no-such-webhook", hint="`traceloom fleet webhooks`")
 
 
-async def _remove(asked: FleetAsked) -> RemovedWebhookAnswer:
-    name = asked.request.path_params["name"]
-    if not await asyncio.to_thread(asked.service.state.remove_webhook, name):
-        raise _no_such(name)
-    await asked.note(webhook=name)
+async def _remove_webhook(context: FleetRequestContext) -> RemovedWebhookAnswer:
+    name = context.request.path_params["name"]
+    if not await asyncio.to_thread(context.service.state.remove_webhook, name):
+        raise _build_no_such_webhook(name)
+    await context.note(webhook=name)
     return RemovedWebhookAnswer(name=name)
 
 
-async def _test(asked: FleetAsked) -> WebhookTestAnswer:
-    name, state = asked.request.path_params["name"], asked.service.state
+async def _send_test_event(context: FleetRequestContext) -> WebhookTestAnswer:
+    name, state = context.request.path_params["name"], context.service.state
     url = next((webhook.url for webhook in await asyncio.to_thread(state.webhooks) if webhook.name == name), "")
     secret = await asyncio.to_thread(state.webhook_secret, name)
     if secret is None:
-        raise _no_such(name)
+        raise _build_no_such_webhook(name)
     now_ns = time.time_ns()
-    event = fleet_event("test", "test", secrets.token_hex(8), {"webhook": name}, now_ns)
+    event = build_fleet_event("test", "test", secrets.token_hex(8), {"webhook": name}, now_ns)
     delivery = Delivery(
         webhook=name, url=url, secret=secret, id=event.id, event=event.event, document=event.document,
         created_ns=now_ns, attempts=0,
     )  # fmt: skip
-    error = await WebhookSender(state, asked.service.webhook_targets).send(delivery)
-    await asked.note(webhook=name, error=error)
+    error = await WebhookDispatcher(state, context.service.webhook_policy).send(delivery)
+    await context.note(webhook=name, error=error)
     return WebhookTestAnswer(name=name, arrived=not error, error=error)
 
 
@@ -375,15 +379,15 @@ WEBHOOK_ROUTES = (
         role="admin", refuses=(403,),
     ),
     FleetRoute(
-        path="/api/v1/webhooks", summary="Have the fleet's events sent to an address", answers=_add,
+        path="/api/v1/webhooks", summary="Have the fleet's events sent to an address", answers=_add_webhook,
         answer=NewWebhookAnswer, method="POST", body=WebhookBody, role="admin", refuses=(400, 403, 409),
     ),
     FleetRoute(
-        path="/api/v1/webhooks/{name}", summary="Tell a webhook nothing any more", answers=_remove,
+        path="/api/v1/webhooks/{name}", summary="Tell a webhook nothing any more", answers=_remove_webhook,
         answer=RemovedWebhookAnswer, method="DELETE", role="admin", refuses=(403, 404),
     ),
     FleetRoute(
         path="/api/v1/webhooks/{name}/test", summary="Send a webhook an event now, and say whether it arrived",
-        answers=_test, answer=WebhookTestAnswer, method="POST", role="admin", refuses=(403, 404),
+        answers=_send_test_event, answer=WebhookTestAnswer, method="POST", role="admin", refuses=(403, 404),
     ),
 )  # fmt: skip

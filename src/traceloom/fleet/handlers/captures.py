@@ -21,29 +21,29 @@ from starlette.responses import Response, StreamingResponse
 from traceloom import __version__
 from traceloom.errors import TraceloomError, UsageError
 from traceloom.fleet import api as forms
-from traceloom.fleet.service.pipeline import folder_of
+from traceloom.fleet.service.pipeline import get_capture_directory
 from traceloom.fleet.service.tasks import TaskError
-from traceloom.fleet.store.captures import ROLES, CaptureRecord, FileOfCapture, Role, TaskRecord, TokenRecord
-from traceloom.fleet.store.objects import checked_name
-from traceloom.server.problem import HttpAnswer, RequestError, wrong_request
-from traceloom.server.routing import body_as, cut_off, parameters_as
+from traceloom.fleet.store.captures import ROLES, CaptureFile, CaptureRecord, Role, TaskRecord, TokenRecord
+from traceloom.fleet.store.objects import check_object_name
+from traceloom.server.problem import HttpError, HttpResponseBody, make_bad_request
+from traceloom.server.routing import decode_body, decode_query, make_truncated_error
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from traceloom.fleet.service.request_plan import FleetRequest
-    from traceloom.fleet.service.requests import HostDesk
-    from traceloom.fleet.service.service import Service
-    from traceloom.fleet.triggers import FleetTriggers
+    from traceloom.fleet.service.requests import HostRegistry
+    from traceloom.fleet.service.service import FleetService
+    from traceloom.fleet.triggers import FleetTriggerEngine
 
 
 Form = TypeVar("Form", bound=msgspec.Struct)
 T = TypeVar("T")
 
 BODY_BYTES = 32 << 20  # an announcement of the most files that a capture may have
-_UPLOAD_S = 3600  # how long a signed address works
-_WRITE = 1 << 20
-_SERIES = "text/plain; version=0.0.4; charset=utf-8"
+_UPLOAD_TIMEOUT_S = 3600  # how long a signed address works
+_WRITE_BYTES = 1 << 20
+_METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_HEADERS = {
     # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this service.
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
@@ -51,10 +51,10 @@ PAGE_HEADERS = {
 }
 
 
-class FleetAsked:
+class FleetRequestContext:
     """A request: who asks, and the service that knows."""
 
-    def __init__(self, service: Service, request: Request) -> None:
+    def __init__(self, service: FleetService, request: Request) -> None:
         self.service, self.request = service, request
         self.token: TokenRecord = request.state.token
 
@@ -64,7 +64,7 @@ class FleetAsked:
         Raises:
             RequestError: `too-large`, `wrong-request`, `too-slow`.
         """
-        return await body_as(self.request, kind, BODY_BYTES, "send less at once")
+        return await decode_body(self.request, kind, BODY_BYTES, "send less at once")
 
     def parameters(self, kind: type[Form]) -> Form:
         """What stands behind the question mark.
@@ -72,7 +72,7 @@ class FleetAsked:
         Raises:
             RequestError: `wrong-request`.
         """
-        return parameters_as(self.request, kind)
+        return decode_query(self.request, kind)
 
     async def capture(self) -> CaptureRecord:
         """The capture that the path names.
@@ -82,7 +82,7 @@ class FleetAsked:
         """
         capture = await asyncio.to_thread(self.service.state.capture, self.request.path_params["id"])
         if capture is None:
-            raise RequestError(404, "there is no such capture", slug="no-such-capture")
+            raise HttpError(404, "there is no such capture", slug="no-such-capture")
         return capture
 
     async def own_capture(self) -> CaptureRecord:
@@ -92,11 +92,11 @@ class FleetAsked:
             RequestError: `no-such-capture`, `not-allowed`.
         """
         capture = await self.capture()
-        if capture.uploader != self.token.name and not may(self.token, "operator"):
-            raise RequestError(403, "another one uploads this capture", slug="not-allowed")
+        if capture.uploader != self.token.name and not has_role(self.token, "operator"):
+            raise HttpError(403, "another one uploads this capture", slug="not-allowed")
         return capture
 
-    def file_of(self, capture: CaptureRecord) -> FileOfCapture:
+    def file_of(self, capture: CaptureRecord) -> CaptureFile:
         """The file of a capture that the path names.
 
         Raises:
@@ -106,19 +106,19 @@ class FleetAsked:
         for file in capture.files:
             if file.name == name:
                 return file
-        raise RequestError(404, "the capture has no such file", slug="no-such-file")
+        raise HttpError(404, "the capture has no such file", slug="no-such-file")
 
-    def hosts(self) -> HostDesk:
+    def hosts(self) -> HostRegistry:
         """What talks to hosts.
 
         Raises:
             RequestError: `not-leading`: another service of this state does; come again.
         """
         if self.service.hosts is None:
-            raise RequestError(503, "another service talks to hosts now", slug="not-leading", retry_s=2)
+            raise HttpError(503, "another service talks to hosts now", slug="not-leading", retry_s=2)
         return self.service.hosts
 
-    def triggers(self) -> FleetTriggers:
+    def triggers(self) -> FleetTriggerEngine:
         """The rules of the fleet.
 
         Raises:
@@ -137,7 +137,7 @@ class FleetAsked:
         request = self.hosts().requests.get(self.request.path_params["id"])
         if request is None:
             hint = "`traceloom fleet requests`"
-            raise RequestError(404, "there is no such request", slug="no-such-request", hint=hint)
+            raise HttpError(404, "there is no such request", slug="no-such-request", hint=hint)
         return request
 
     async def note(self, **details: str) -> None:
@@ -152,7 +152,7 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     summary: str
-    answers: Callable[[FleetAsked], Awaitable[msgspec.Struct | Response] | msgspec.Struct | Response]
+    answers: Callable[[FleetRequestContext], Awaitable[msgspec.Struct | Response] | msgspec.Struct | Response]
     role: Role | None = "viewer"
     answer: type[msgspec.Struct] | None = None
     content: str = "application/json"  # of an answer that is no structure
@@ -162,13 +162,13 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
     refuses: tuple[int, ...] = ()
 
 
-def may(token: TokenRecord, role: Role) -> bool:
+def has_role(token: TokenRecord, role: Role) -> bool:
     """Whether a token may do what needs a role: each role may do what those before it may."""
     return ROLES.index(token.role) >= ROLES.index(role)
 
 
 @asynccontextmanager
-async def _in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+async def _enter_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
     """Enter and leave what blocks."""
     value = await asyncio.to_thread(manager.__enter__)
     try:
@@ -180,107 +180,107 @@ async def _in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
         await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
-async def _healthz(asked: FleetAsked) -> forms.FleetHealth:
+async def _get_health(context: FleetRequestContext) -> forms.FleetHealth:
     try:
-        await asyncio.to_thread(asked.service.state.counts)
+        await asyncio.to_thread(context.service.state.counts)
     except TraceloomError as error:
-        raise RequestError(503, "the state does not answer", slug="not-healthy", hint="its log says more") from error
+        raise HttpError(503, "the state does not answer", slug="not-healthy", hint="its log says more") from error
     return forms.FleetHealth(healthy=True)
 
 
-async def _announce(asked: FleetAsked) -> forms.AnnounceAnswer:
-    body = await asked.body(forms.AnnounceBody)
-    limits, names = asked.service.limits, [file.name for file in body.files]
+async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
+    body = await context.body(forms.AnnounceBody)
+    limits, names = context.service.limits, [file.name for file in body.files]
     try:
         for name in names:
-            checked_name(name)
+            check_object_name(name)
     except UsageError as error:
-        raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+        raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
     # Where upper and lower case are the same, two files would be one.
     folded = {name.casefold() for name in names}
     folders = {name.rpartition("/")[0] for name in folded}
     if len(folded) < len(names) or folders & folded or any(name.count("/") > 1 for name in names):
-        raise wrong_request("a file is named twice, is a folder too, or lies deeper than one folder")
+        raise make_bad_request("a file is named twice, is a folder too, or lies deeper than one folder")
     total = sum(file.size for file in body.files)
-    most = min(limits.file_bytes, asked.service.objects.most_uploaded)
-    too_large = max(file.size for file in body.files) > most or total > limits.capture_bytes
+    max_bytes = min(limits.file_bytes, context.service.objects.most_uploaded)
+    too_large = max(file.size for file in body.files) > max_bytes or total > limits.capture_bytes
     if too_large or len(names) > limits.files:
-        raise RequestError(
+        raise HttpError(
             413,
-            f"a capture has at most {limits.files:,} files of {most / 1e9:.3g} GB, "
+            f"a capture has at most {limits.files:,} files of {max_bytes / 1e9:.3g} GB, "
             f"{limits.capture_bytes / 1e9:.3g} GB in all",
             slug="too-large", hint="record fewer ranks or steps",
         )  # fmt: skip
     now_ns = time.time_ns()
-    files = tuple(FileOfCapture(file.name, file.size, file.sha256) for file in sorted(body.files, key=lambda f: f.name))
+    files = tuple(CaptureFile(file.name, file.size, file.sha256) for file in sorted(body.files, key=lambda f: f.name))
     # The same files of the same job by the same uploader are the same capture, so an upload can be tried again.
-    identity = msgspec.json.encode((asked.token.name, body.job, files))
+    identity = msgspec.json.encode((context.token.name, body.job, files))
     capture = await asyncio.to_thread(
-        asked.service.state.add_capture,
+        context.service.state.add_capture,
         CaptureRecord(
             id=f"c{hashlib.sha256(identity).hexdigest()[:20]}",
             day=datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date().isoformat(),
-            job=body.job, uploader=asked.token.name, received_ns=now_ns, complete=False, bytes=total, files=files,
+            job=body.job, uploader=context.token.name, received_ns=now_ns, complete=False, bytes=total, files=files,
         ),
     )  # fmt: skip
     if capture.complete:
         return forms.AnnounceAnswer(id=capture.id, complete=True, uploads=[])
 
     def missing() -> list[forms.UploadTarget]:
-        objects, targets = asked.service.objects, []
+        objects, targets = context.service.objects, []
         for file in capture.files:
-            name = f"{folder_of(capture)}/{file.name}"
+            name = f"{get_capture_directory(capture)}/{file.name}"
             if objects.size(name) != file.size:
-                url = objects.upload_url(name, _UPLOAD_S) or f"/api/v1/captures/{capture.id}/files/{file.name}"
+                url = objects.upload_url(name, _UPLOAD_TIMEOUT_S) or f"/api/v1/captures/{capture.id}/files/{file.name}"
                 targets.append(forms.UploadTarget(name=file.name, url=url))
         return targets
 
     uploads = await asyncio.to_thread(missing)
-    await asked.note(capture=capture.id)
+    await context.note(capture=capture.id)
     return forms.AnnounceAnswer(id=capture.id, complete=False, uploads=uploads)
 
 
-async def _take_file(asked: FleetAsked) -> forms.FileAnswer:
+async def _receive_file(context: FleetRequestContext) -> forms.FileAnswer:
     from starlette.requests import ClientDisconnect
 
-    capture = await asked.own_capture()
-    file, objects = asked.file_of(capture), asked.service.objects
+    capture = await context.own_capture()
+    file, objects = context.file_of(capture), context.service.objects
     if objects.directory is None or capture.complete:
-        raise RequestError(409, "files of this capture are not taken here", slug="not-taken", hint="announce it again")
-    too_long = RequestError(413, f"the file is longer than the {file.size:,} bytes announced", slug="too-large")
-    declared = asked.request.headers.get("content-length", "")
+        raise HttpError(409, "files of this capture are not taken here", slug="not-taken", hint="announce it again")
+    too_long = HttpError(413, f"the file is longer than the {file.size:,} bytes announced", slug="too-large")
+    declared = context.request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > file.size:
         raise too_long
     digest, size, waiting = hashlib.sha256(), 0, bytearray()
-    async with _in_thread(objects.writing(f"{folder_of(capture)}/{file.name}")) as out:
+    async with _enter_in_thread(objects.writing(f"{get_capture_directory(capture)}/{file.name}")) as out:
         try:
-            async for chunk in asked.request.stream():
+            async for chunk in context.request.stream():
                 size += len(chunk)
                 if size > file.size:
                     raise too_long
                 digest.update(chunk)
                 waiting += chunk
-                if len(waiting) >= _WRITE:
+                if len(waiting) >= _WRITE_BYTES:
                     await asyncio.to_thread(out.write, bytes(waiting))
                     waiting.clear()
         except ClientDisconnect as error:
-            raise cut_off() from error
+            raise make_truncated_error() from error
         if size != file.size or digest.hexdigest() != file.sha256:
-            raise RequestError(400, "the file is another than announced", slug="upload-differs", hint="send it again")
+            raise HttpError(400, "the file is another than announced", slug="upload-differs", hint="send it again")
         await asyncio.to_thread(out.write, bytes(waiting))
     return forms.FileAnswer(name=file.name, size=size)
 
 
-async def _complete(asked: FleetAsked) -> forms.CaptureAnswer:
-    capture = await asked.own_capture()
-    service = asked.service
+async def _complete(context: FleetRequestContext) -> forms.CaptureAnswer:
+    capture = await context.own_capture()
+    service = context.service
 
     def finish() -> list[str]:
         if capture.complete:
             return []
         wrong = []
         for file in capture.files:
-            name = f"{folder_of(capture)}/{file.name}"
+            name = f"{get_capture_directory(capture)}/{file.name}"
             size = service.objects.size(name)
             if size != file.size:
                 wrong.append(file.name)
@@ -293,15 +293,15 @@ async def _complete(asked: FleetAsked) -> forms.CaptureAnswer:
 
     wrong = await asyncio.to_thread(finish)
     if wrong:
-        raise RequestError(
+        raise HttpError(
             409, f"{len(wrong)} files are not there as announced, {wrong[0]} among them", slug="upload-incomplete",
             hint="announce the capture again, and send what is asked for",
         )  # fmt: skip
-    await asked.note(capture=capture.id)
-    return await _capture(asked)
+    await context.note(capture=capture.id)
+    return await _get_capture(context)
 
 
-def _capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.CaptureAnswer:
+def _build_capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.CaptureAnswer:
     return forms.CaptureAnswer(
         id=capture.id,
         day=capture.day,
@@ -315,96 +315,97 @@ def _capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.Ca
     )
 
 
-async def _capture(asked: FleetAsked) -> forms.CaptureAnswer:
-    capture = await asked.capture()
-    return _capture_answer(capture, await asyncio.to_thread(asked.service.state.tasks, capture.id))
+async def _get_capture(context: FleetRequestContext) -> forms.CaptureAnswer:
+    capture = await context.capture()
+    return _build_capture_answer(capture, await asyncio.to_thread(context.service.state.tasks, capture.id))
 
 
-async def _captures(asked: FleetAsked) -> forms.CapturesAnswer:
-    wanted = asked.parameters(forms.CapturesParameters)
+async def _list_captures(context: FleetRequestContext) -> forms.CapturesAnswer:
+    parameters = context.parameters(forms.CapturesParameters)
 
     def rows() -> list[forms.CaptureAnswer]:
-        state = asked.service.state
-        captures = state.captures(job=wanted.job, before_ns=wanted.before_ns, most=wanted.most)
+        state = context.service.state
+        captures = state.captures(job=parameters.job, before_ns=parameters.before_ns, limit=parameters.most)
         tasks = state.tasks(*(capture.id for capture in captures))
         return [
-            _capture_answer(capture, [task for task in tasks if task.capture == capture.id]) for capture in captures
+            _build_capture_answer(capture, [task for task in tasks if task.capture == capture.id])
+            for capture in captures
         ]
 
     return forms.CapturesAnswer(captures=await asyncio.to_thread(rows))
 
 
-async def _file(asked: FleetAsked) -> Response:
-    capture = await asked.capture()
-    file = asked.file_of(capture)
-    name = f"{folder_of(capture)}/{file.name}"
-    if await asyncio.to_thread(asked.service.objects.size, name) is None:
-        raise RequestError(404, "the file has not arrived", slug="no-such-file")
+async def _send_file(context: FleetRequestContext) -> Response:
+    capture = await context.capture()
+    file = context.file_of(capture)
+    name = f"{get_capture_directory(capture)}/{file.name}"
+    if await asyncio.to_thread(context.service.objects.size, name) is None:
+        raise HttpError(404, "the file has not arrived", slug="no-such-file")
     headers = {"Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'} | PAGE_HEADERS
-    chunks = asked.service.objects.chunks(name)
+    chunks = context.service.objects.chunks(name)
     return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
 
 
-async def _rendered(
-    task: Literal["render", "render_timeline"], media_type: str, ending: str, asked: FleetAsked
+async def _send_rendered(
+    task: Literal["render", "render_timeline"], media_type: str, ending: str, context: FleetRequestContext
 ) -> Response:  # fmt: skip
     """What is made of a capture when it is first asked for; with an `ending` browsers keep it as a file."""
-    capture = await asked.capture()
-    service = asked.service
+    capture = await context.capture()
+    service = context.service
     tasks = await asyncio.to_thread(service.state.tasks, capture.id)
     if not any(task.state in {"analysed", "committed"} for task in tasks):
         error = tasks[-1].error if tasks else "its files are not all there"
-        raise RequestError(409, "the capture is not analysed" + (f": {error}" if error else ""), slug="not-analysed")
-    async with service.rendering:
+        raise HttpError(409, "the capture is not analysed" + (f": {error}" if error else ""), slug="not-analysed")
+    async with service.render_lock:
         try:
             name = await asyncio.to_thread(service.pipeline.rendered, capture, task)
         except TaskError as error:
-            raise RequestError(503, f"the report cannot be rendered: {error}", slug="not-rendered") from error
+            raise HttpError(503, f"the report cannot be rendered: {error}", slug="not-rendered") from error
     download = {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
     return StreamingResponse(service.objects.chunks(name), headers=download | PAGE_HEADERS, media_type=media_type)
 
 
-async def _backfill(asked: FleetAsked) -> forms.BackfillAnswer:
-    body = await asked.body(forms.BackfillBody)
-    captures = await asyncio.to_thread(asked.service.state.backfill, __version__, again=body.again)
-    asked.service.pipeline.look()
-    await asked.note(captures=str(captures))
+async def _start_backfill(context: FleetRequestContext) -> forms.BackfillAnswer:
+    body = await context.body(forms.BackfillBody)
+    captures = await asyncio.to_thread(context.service.state.backfill, __version__, again=body.again)
+    context.service.pipeline.look()
+    await context.note(captures=str(captures))
     return forms.BackfillAnswer(version=__version__, captures=captures)
 
 
-async def _add_token(asked: FleetAsked) -> forms.TokenAnswer:
-    body = await asked.body(forms.TokenBody)
+async def _add_token(context: FleetRequestContext) -> forms.TokenAnswer:
+    body = await context.body(forms.TokenBody)
     try:
-        secret = await asyncio.to_thread(asked.service.state.add_token, body.name, body.role, days=body.days)
+        secret = await asyncio.to_thread(context.service.state.add_token, body.name, body.role, days=body.days)
     except UsageError as error:
-        raise RequestError(409, error.message, slug=error.slug, hint=error.hint) from error
-    await asked.note(token=body.name, role=body.role)
+        raise HttpError(409, error.message, slug=error.slug, hint=error.hint) from error
+    await context.note(token=body.name, role=body.role)
     return forms.TokenAnswer(name=body.name, role=body.role, token=secret)
 
 
-async def _revoke(asked: FleetAsked) -> forms.RevokedAnswer:
-    name = asked.request.path_params["name"]
-    if not await asyncio.to_thread(asked.service.state.revoke_token, name):
-        raise RequestError(404, "there is no such token", slug="no-such-token")
-    await asked.note(token=name)
+async def _revoke(context: FleetRequestContext) -> forms.RevokedAnswer:
+    name = context.request.path_params["name"]
+    if not await asyncio.to_thread(context.service.state.revoke_token, name):
+        raise HttpError(404, "there is no such token", slug="no-such-token")
+    await context.note(token=name)
     return forms.RevokedAnswer(name=name)
 
 
 FLEET_ROUTES = (
     FleetRoute(
-        path="/healthz", summary="Whether the service lives; needs no token", answers=_healthz, role=None,
+        path="/healthz", summary="Whether the service lives; needs no token", answers=_get_health, role=None,
         answer=forms.FleetHealth, refuses=(503,),
     ),
     FleetRoute(
         path="/metrics", summary="The service's own series", content="text/plain",
-        answers=lambda asked: asyncio.to_thread(lambda: Response(asked.service.metrics(), media_type=_SERIES)),
+        answers=lambda asked: asyncio.to_thread(lambda: Response(asked.service.render_metrics(), media_type=_METRICS_MEDIA_TYPE)),
     ),
     FleetRoute(
         path="/api/v1/check", summary="What works and what does not", answer=forms.FleetCheckAnswer,
         answers=lambda asked: asyncio.to_thread(asked.service.check),
     ),
     FleetRoute(
-        path="/api/v1/captures", summary="Captures, newest first", answers=_captures, answer=forms.CapturesAnswer,
+        path="/api/v1/captures", summary="Captures, newest first", answers=_list_captures, answer=forms.CapturesAnswer,
         parameters=forms.CapturesParameters, refuses=(400,),
     ),
     FleetRoute(
@@ -412,7 +413,7 @@ FLEET_ROUTES = (
         answer=forms.AnnounceAnswer, method="POST", body=forms.AnnounceBody, role="requester", refuses=(400, 403, 413),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}", summary="A capture and how far it is", answers=_capture,
+        path="/api/v1/captures/{id}", summary="A capture and how far it is", answers=_get_capture,
         answer=forms.CaptureAnswer, refuses=(404,),
     ),
     FleetRoute(
@@ -420,24 +421,24 @@ FLEET_ROUTES = (
         answers=_complete, answer=forms.CaptureAnswer, method="POST", role="requester", refuses=(403, 404, 409),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/files/{name:path}", summary="A file of a capture", answers=_file,
+        path="/api/v1/captures/{id}/files/{name:path}", summary="A file of a capture", answers=_send_file,
         content="application/octet-stream", refuses=(404,),
     ),
     FleetRoute(
-        path="/api/v1/captures/{id}/files/{name:path}", summary="Send a file of a capture", answers=_take_file,
+        path="/api/v1/captures/{id}/files/{name:path}", summary="Send a file of a capture", answers=_receive_file,
         answer=forms.FileAnswer, method="PUT", role="requester", refuses=(400, 403, 404, 409, 413),
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/report", summary="The report of a capture, rendered when it is first asked for",
-        answers=partial(_rendered, "render", "text/html", ""), content="text/html", refuses=(404, 409, 503),
+        answers=partial(_send_rendered, "render", "text/html", ""), content="text/html", refuses=(404, 409, 503),
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/timeline", summary="The timeline of a capture for Perfetto",
-        answers=partial(_rendered, "render_timeline", "application/gzip", ".perfetto.json.gz"),
+        answers=partial(_send_rendered, "render_timeline", "application/gzip", ".perfetto.json.gz"),
         content="application/gzip", refuses=(404, 409, 503),
     ),
     FleetRoute(
-        path="/api/v1/backfill", summary="Analyse captures again with this version", answers=_backfill,
+        path="/api/v1/backfill", summary="Analyse captures again with this version", answers=_start_backfill,
         answer=forms.BackfillAnswer, method="POST", body=forms.BackfillBody, role="operator", refuses=(400, 403),
     ),
     FleetRoute(
@@ -459,22 +460,22 @@ FLEET_ROUTES = (
 )  # fmt: skip
 
 
-async def _against(asked: FleetAsked) -> Response:
-    service = asked.service
+async def _compare_captures(context: FleetRequestContext) -> Response:
+    service = context.service
     pair: list[CaptureRecord] = []
-    for name in (asked.request.path_params["base"], asked.request.path_params["id"]):
+    for name in (context.request.path_params["base"], context.request.path_params["id"]):
         capture = await asyncio.to_thread(service.state.capture, name)
         if capture is None:
-            raise RequestError(404, f"there is no capture `{name[:80]}`", slug="no-such-capture")
+            raise HttpError(404, f"there is no capture `{name[:80]}`", slug="no-such-capture")
         tasks = await asyncio.to_thread(service.state.tasks, name)
         if not any(task.state in {"analysed", "committed"} for task in tasks):
-            raise RequestError(409, f"the capture `{name[:80]}` is not analysed", slug="not-analysed")
+            raise HttpError(409, f"the capture `{name[:80]}` is not analysed", slug="not-analysed")
         pair.append(capture)
-    async with service.rendering:
+    async with service.render_lock:
         try:
             page = await asyncio.to_thread(service.pipeline.comparison, *pair)
         except TaskError as error:
-            raise RequestError(503, f"they cannot be compared: {error}", slug="not-rendered") from error
+            raise HttpError(503, f"they cannot be compared: {error}", slug="not-rendered") from error
     return StreamingResponse(service.objects.chunks(page), headers=PAGE_HEADERS, media_type="text/html")
 
 
@@ -482,24 +483,24 @@ COMPARE_ROUTES = (
     FleetRoute(
         path="/api/v1/captures/{id}/against/{base}",
         summary="A capture against another one, the base: a page, rendered when it is first asked for",
-        answers=_against, content="text/html", refuses=(404, 409, 503),
+        answers=_compare_captures, content="text/html", refuses=(404, 409, 503),
     ),
 )  # fmt: skip
 
 
-class CompactAnswer(HttpAnswer, frozen=True):
+class CompactAnswer(HttpResponseBody, frozen=True):
     """The tables are compacted; `seconds`: how long that took."""
 
     seconds: float
 
 
-async def _compact(asked: FleetAsked) -> CompactAnswer:
-    pipeline = asked.service.pipeline
+async def _compact(context: FleetRequestContext) -> CompactAnswer:
+    pipeline = context.service.pipeline
     if not pipeline.leads:
-        raise RequestError(503, "another service writes the tables now", slug="not-leading", retry_s=2)
+        raise HttpError(503, "another service writes the tables now", slug="not-leading", retry_s=2)
     began = time.monotonic()
     await asyncio.to_thread(pipeline.compact)
-    await asked.note()
+    await context.note()
     return CompactAnswer(seconds=time.monotonic() - began)
 
 

@@ -16,26 +16,26 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from traceloom.agent.fleet_link.protocol import (
-    Enrolled,
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostProcess,
     HostReport,
     ReportAnswer,
     StartBy,
     WorkAnswer,
 )
-from traceloom.agent.traces.requests import Cause, Wanted
-from traceloom.fleet.handlers.captures import FleetAsked, FleetRoute, may
+from traceloom.agent.traces.requests import TraceSpec, TriggerCause
+from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute, has_role
 from traceloom.fleet.service.request_plan import FleetRequest, FleetState
-from traceloom.fleet.service.requests import LONGEST_WAIT_S, Choice, HostDesk
+from traceloom.fleet.service.requests import MAX_WAIT_S, Choice, HostRegistry
 from traceloom.fleet.store.hosts import JobFacts
-from traceloom.server.problem import HttpAnswer, RequestError
-from traceloom.server.routing import cut_off
-from traceloom.system.text import HOST_OR_NONE, ONE_LINE
+from traceloom.server.problem import HttpError, HttpResponseBody
+from traceloom.server.routing import make_truncated_error
+from traceloom.system.text import ONE_LINE, OPTIONAL_HOST
 
-_KEPT_ALIVE_S = 15.0
+_KEEP_ALIVE_S = 15.0
 
 
 class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +54,13 @@ class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     trouble: dict[str, str] = {}
 
 
-class HostsAnswer(HttpAnswer, frozen=True):
+class HostsAnswer(HttpResponseBody, frozen=True):
     """All hosts of the fleet, by name."""
 
     hosts: list[HostAnswer]
 
 
-class FleetJobAnswer(HttpAnswer, frozen=True):
+class FleetJobAnswer(HttpResponseBody, frozen=True):
     """A job that runs. `traceable`: how many of its processes are prepared for traces on demand.
 
     `hung`: on a host of it processes make no steps any more.
@@ -81,20 +81,20 @@ class FleetJobAnswer(HttpAnswer, frozen=True):
     hung: bool
 
 
-class FleetJobsAnswer(HttpAnswer, frozen=True):
+class FleetJobsAnswer(HttpResponseBody, frozen=True):
     """Jobs that run now, by name."""
 
     jobs: list[FleetJobAnswer]
 
 
-class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class RequestBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle.
 
     `start`: all begin at one instant, in `after_s` seconds at the earliest, or with one step, where the steps of all
     processes are known and agree, `at_step` at the earliest. `mark`: the same within an hour is the same request.
     """
 
-    wanted: Wanted
+    wanted: TraceSpec
     choose: Choice = ""
     start: StartBy = "instant"
     at_step: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -102,7 +102,7 @@ class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     mark: Annotated[str, Meta(max_length=100)] = ""
 
 
-class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RequestHost(msgspec.Struct, frozen=True, kw_only=True):
     """How far a host is; `ranks`: of its processes."""
 
     host: str
@@ -114,7 +114,7 @@ class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[str] = []  # rank and profiler, and how far each is
 
 
-class FleetRequestAnswer(HttpAnswer, frozen=True):
+class FleetRequestAnswer(HttpResponseBody, frozen=True):
     """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
 
     `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, why
@@ -124,7 +124,7 @@ class FleetRequestAnswer(HttpAnswer, frozen=True):
     id: str
     who: str
     asked_ns: int
-    wanted: Wanted
+    wanted: TraceSpec
     state: FleetState
     since_ns: int
     start_ns: int
@@ -133,23 +133,23 @@ class FleetRequestAnswer(HttpAnswer, frozen=True):
     reason: str
     detail: str
     capture: str
-    trigger: Cause | None
-    hosts: list[HostOfRequest]
+    trigger: TriggerCause | None
+    hosts: list[RequestHost]
 
 
-class FleetRequestsAnswer(HttpAnswer, frozen=True):
+class FleetRequestsAnswer(HttpResponseBody, frozen=True):
     """Requests, newest first."""
 
     requests: list[FleetRequestAnswer]
 
 
-class RequestsParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class RequestsParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """At most so many."""
 
     most: Annotated[int, Meta(ge=1, le=1000)] = 50
 
 
-def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
+def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
     """What is told of a request."""
     hosts = []
     for host, progress in request.hosts.items():
@@ -161,7 +161,7 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
             for target in progress.targets
         ]
         hosts.append(
-            HostOfRequest(
+            RequestHost(
                 host=host,
                 state=progress.state or "asked",
                 since_ns=progress.since_ns,
@@ -179,7 +179,7 @@ def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
     )  # fmt: skip
 
 
-def host_answer(desk: HostDesk, name: str) -> HostAnswer:
+def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
     """What is told of a host."""
     now = desk.now.get(name)
     if now is None:
@@ -195,29 +195,29 @@ def host_answer(desk: HostDesk, name: str) -> HostAnswer:
     )  # fmt: skip
 
 
-class RemovedHostAnswer(HttpAnswer, frozen=True):
+class RemovedHostAnswer(HttpResponseBody, frozen=True):
     """A host that belongs to the fleet no more."""
 
     host: str
 
 
-async def _remove_host(asked: FleetAsked) -> RemovedHostAnswer:
-    host = asked.request.path_params["host"]
-    await asked.hosts().remove(host)
-    await asked.note(host=host)
+async def _remove_host(context: FleetRequestContext) -> RemovedHostAnswer:
+    host = context.request.path_params["host"]
+    await context.hosts().remove(host)
+    await context.note(host=host)
     return RemovedHostAnswer(host=host)
 
 
-def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
+def _list_jobs(context: FleetRequestContext) -> FleetJobsAnswer:
     members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
-    for host, now in asked.hosts().fresh().items():
+    for host, now in context.hosts().fresh().items():
         for process in now.heartbeat.processes:
             if process.job:
                 members[process.job].append((host, process))
-    return FleetJobsAnswer(jobs=[job_answer(job, members[job]) for job in sorted(members)])
+    return FleetJobsAnswer(jobs=[build_job_answer(job, members[job]) for job in sorted(members)])
 
 
-def job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
+def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
     """What is told of a job, by its processes and their hosts."""
     processes = [process for _, process in members]
     rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
@@ -237,50 +237,50 @@ def job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJob
     )  # fmt: skip
 
 
-def check_own_job(asked: FleetAsked, job: str) -> None:
+def check_own_job(context: FleetRequestContext, job: str) -> None:
     """Check that the one who asks may have a job traced, and speak of it.
 
     Raises:
         RequestError: `not-allowed`.
     """
-    users = asked.hosts().users_of(job) - {asked.token.name, asked.token.name.partition("@")[0]}
-    if users and not may(asked.token, "operator"):
-        raise RequestError(
-            403, f"`{job}` is not the job of `{asked.token.name}`", slug="not-allowed",
+    users = context.hosts().users_of(job) - {context.token.name, context.token.name.partition("@")[0]}
+    if users and not has_role(context.token, "operator"):
+        raise HttpError(
+            403, f"`{job}` is not the job of `{context.token.name}`", slug="not-allowed",
             hint="a token of a requester is called as its user is; an operator's traces all jobs",
         )  # fmt: skip
 
 
-async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
-    body = await asked.body(RequestBody)
-    desk = asked.hosts()
-    check_own_job(asked, body.wanted.job)
+async def _submit_request(context: FleetRequestContext) -> FleetRequestAnswer:
+    body = await context.body(RequestBody)
+    desk = context.hosts()
+    check_own_job(context, body.wanted.job)
     request = await desk.submit(
-        body.wanted, asked.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
-        mark=f"{asked.token.name} {body.mark}" if body.mark else "",
+        body.wanted, context.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
+        mark=f"{context.token.name} {body.mark}" if body.mark else "",
     )  # fmt: skip
-    await asked.note(request=request.id, job=body.wanted.job)
-    return answer_of_request(request)
+    await context.note(request=request.id, job=body.wanted.job)
+    return build_request_answer(request)
 
 
-async def _cancel(asked: FleetAsked) -> FleetRequestAnswer:
-    request = asked.fleet_request()
-    if request.who != asked.token.name and not may(asked.token, "operator"):
-        raise RequestError(403, "another one asked for it", slug="not-allowed")
-    await asked.hosts().cancel(request.id)
-    await asked.note(request=request.id)
-    return answer_of_request(asked.fleet_request())
+async def _cancel_request(context: FleetRequestContext) -> FleetRequestAnswer:
+    request = context.fleet_request()
+    if request.who != context.token.name and not has_role(context.token, "operator"):
+        raise HttpError(403, "another one asked for it", slug="not-allowed")
+    await context.hosts().cancel(request.id)
+    await context.note(request=request.id)
+    return build_request_answer(context.fleet_request())
 
 
-async def _events(asked: FleetAsked) -> Response:
-    request = asked.fleet_request()
+async def _watch_request(context: FleetRequestContext) -> Response:
+    request = context.fleet_request()
 
     async def events() -> AsyncIterator[bytes]:
-        changes = asked.hosts().changes(request.id)
+        changes = context.hosts().changes(request.id)
         coming: asyncio.Future[FleetRequest] = asyncio.ensure_future(anext(changes))
         try:
             while True:
-                done, _ = await asyncio.wait({coming}, timeout=_KEPT_ALIVE_S)
+                done, _ = await asyncio.wait({coming}, timeout=_KEEP_ALIVE_S)
                 if not done:
                     yield b": alive\n\n"
                     continue
@@ -288,7 +288,7 @@ async def _events(asked: FleetAsked) -> Response:
                     now = coming.result()
                 except StopAsyncIteration:
                     return
-                yield b"data: " + msgspec.json.encode(answer_of_request(now)) + b"\n\n"
+                yield b"data: " + msgspec.json.encode(build_request_answer(now)) + b"\n\n"
                 coming = asyncio.ensure_future(anext(changes))
         finally:
             coming.cancel()
@@ -300,20 +300,20 @@ REQUEST_ROUTES = (
     FleetRoute(
         path="/api/v1/hosts", summary="Hosts and how they are", answer=HostsAnswer,
         answers=lambda asked: HostsAnswer(
-            hosts=[host_answer(asked.hosts(), name) for name in sorted(asked.hosts().members)]
+            hosts=[build_host_answer(asked.hosts(), name) for name in sorted(asked.hosts().members)]
         ),
     ),
     FleetRoute(
         path="/api/v1/hosts/{host}", summary="Let a host belong to the fleet no more", answers=_remove_host,
         answer=RemovedHostAnswer, method="DELETE", role="operator", refuses=(403, 404, 503),
     ),
-    FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_jobs, answer=FleetJobsAnswer),
+    FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_list_jobs, answer=FleetJobsAnswer),
     FleetRoute(
         path="/api/v1/requests", summary="Requests for traces, newest first", answer=FleetRequestsAnswer,
         parameters=RequestsParameters, refuses=(400, 503),
         answers=lambda asked: FleetRequestsAnswer(
             requests=[
-                answer_of_request(request)
+                build_request_answer(request)
                 for request in nlargest(
                     asked.parameters(RequestsParameters).most,
                     asked.hosts().requests.values(),
@@ -323,131 +323,131 @@ REQUEST_ROUTES = (
         ),
     ),
     FleetRoute(
-        path="/api/v1/requests", summary="Ask for a trace of a job on all of its hosts", answers=_submit,
+        path="/api/v1/requests", summary="Ask for a trace of a job on all of its hosts", answers=_submit_request,
         answer=FleetRequestAnswer, method="POST", body=RequestBody, role="requester", refuses=(400, 403, 404, 503),
     ),
     FleetRoute(
         path="/api/v1/requests/{id}", summary="A request and how far it is", answer=FleetRequestAnswer,
-        refuses=(404, 503), answers=lambda asked: answer_of_request(asked.fleet_request()),
+        refuses=(404, 503), answers=lambda asked: build_request_answer(asked.fleet_request()),
     ),
     FleetRoute(
-        path="/api/v1/requests/{id}", summary="Cancel a request", answers=_cancel, answer=FleetRequestAnswer,
+        path="/api/v1/requests/{id}", summary="Cancel a request", answers=_cancel_request, answer=FleetRequestAnswer,
         method="DELETE", role="requester", refuses=(403, 404, 503),
     ),
     FleetRoute(
         path="/api/v1/requests/{id}/events", summary="A request after each change, until it has ended",
-        answers=_events, content="text/event-stream", refuses=(404, 503),
+        answers=_watch_request, content="text/event-stream", refuses=(404, 503),
     ),
 )  # fmt: skip
 
-AGENTS = "/api/v1/agents/"
+AGENTS_PATH = "/api/v1/agents/"
 
 
 class WorkParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the host knows already, and for how many seconds it waits for something else."""
 
     version: str = ""
-    wait: float = LONGEST_WAIT_S
+    wait: float = MAX_WAIT_S
 
 
-def _of_host(
-    answer: Callable[[FleetAsked, HostDesk, str], Awaitable[msgspec.Struct | Response]],
-) -> Callable[[FleetAsked], Awaitable[msgspec.Struct | Response]]:
+def _require_own_host(
+    answer: Callable[[FleetRequestContext, HostRegistry, str], Awaitable[msgspec.Struct | Response]],
+) -> Callable[[FleetRequestContext], Awaitable[msgspec.Struct | Response]]:
     """Answer only the host that the path names."""
 
-    async def respond(asked: FleetAsked) -> msgspec.Struct | Response:
-        desk, host = asked.hosts(), asked.request.path_params["host"]
-        _check_host(asked, desk, host)
-        return await answer(asked, desk, host)
+    async def respond(context: FleetRequestContext) -> msgspec.Struct | Response:
+        desk, host = context.hosts(), context.request.path_params["host"]
+        _check_host(context, desk, host)
+        return await answer(context, desk, host)
 
     return respond
 
 
-def _check_host(asked: FleetAsked, desk: HostDesk, host: str) -> None:
-    scheme, _, credential = asked.request.headers.get("authorization", "").partition(" ")
+def _check_host(context: FleetRequestContext, desk: HostRegistry, host: str) -> None:
+    scheme, _, credential = context.request.headers.get("authorization", "").partition(" ")
     desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
 
 
-async def _enrol(asked: FleetAsked) -> Enrolled:
-    return await asked.hosts().enrol(await asked.body(Enrolment))
+async def _enrol(context: FleetRequestContext) -> HostCredentials:
+    return await context.hosts().enrol(await context.body(Enrolment))
 
 
-async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatAnswer:
-    heartbeat = await asked.body(Heartbeat)
-    _check_host(asked, desk, host)  # again: it may have been removed while its body was on its way
+async def _receive_heartbeat(context: FleetRequestContext, desk: HostRegistry, host: str) -> HeartbeatAnswer:
+    heartbeat = await context.body(Heartbeat)
+    _check_host(context, desk, host)  # again: it may have been removed while its body was on its way
     return await desk.heartbeat(host, heartbeat)
 
 
-async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:
-    return await desk.report(host, asked.request.path_params["id"], await asked.body(HostReport))
+async def _receive_report(context: FleetRequestContext, desk: HostRegistry, host: str) -> ReportAnswer:
+    return await desk.report(host, context.request.path_params["id"], await context.body(HostReport))
 
 
-async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
-    path = asked.request.path_params
+async def _receive_file(context: FleetRequestContext, desk: HostRegistry, host: str) -> Response:
+    path = context.request.path_params
     try:
-        await desk.take_file(host, path["id"], path["name"], asked.request.stream())
+        await desk.take_file(host, path["id"], path["name"], context.request.stream())
     except ClientDisconnect as error:  # the host sends it again
-        raise cut_off() from error
+        raise make_truncated_error() from error
     return Response(status_code=204)
 
 
-class EnrolmentBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class EnrolmentBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A token by which a host may join, once: the host of this name, or any. `days`: how long it may be used."""
 
-    host: Annotated[str, Meta(max_length=253, pattern=HOST_OR_NONE)] = ""
+    host: Annotated[str, Meta(max_length=253, pattern=OPTIONAL_HOST)] = ""
     days: Annotated[float, Meta(gt=0, le=365)] = 1.0
 
 
-class EnrolmentAnswer(HttpAnswer, frozen=True):
+class EnrolmentAnswer(HttpResponseBody, frozen=True):
     """A new token of enrolment; nobody can be told `token` again."""
 
     host: str
     token: str
 
 
-async def _add_enrolment(asked: FleetAsked) -> EnrolmentAnswer:
-    body = await asked.body(EnrolmentBody)
-    token = await asyncio.to_thread(asked.service.state.add_enrolment, body.host, body.days)
-    await asked.note(host=body.host)
+async def _add_enrolment(context: FleetRequestContext) -> EnrolmentAnswer:
+    body = await context.body(EnrolmentBody)
+    token = await asyncio.to_thread(context.service.state.add_enrolment, body.host, body.days)
+    await context.note(host=body.host)
     return EnrolmentAnswer(host=body.host, token=token)
 
 
 HOST_ROUTES = (
     FleetRoute(
-        path=AGENTS.rstrip("/"), summary="Make a token by which a host joins the fleet, once", answers=_add_enrolment,
+        path=AGENTS_PATH.rstrip("/"), summary="Make a token by which a host joins the fleet, once", answers=_add_enrolment,
         answer=EnrolmentAnswer, method="POST", body=EnrolmentBody, role="operator", refuses=(400, 403),
     ),
     FleetRoute(
-        path=f"{AGENTS}enrol", summary="Let a host belong to the fleet, by a token that works once", answers=_enrol,
-        answer=Enrolled, method="POST", body=Enrolment, role=None, refuses=(400, 409, 503),
+        path=f"{AGENTS_PATH}enrol", summary="Let a host belong to the fleet, by a token that works once", answers=_enrol,
+        answer=HostCredentials, method="POST", body=Enrolment, role=None, refuses=(400, 409, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS}{{host}}/heartbeat", summary="Take how a host is, and what its devices did",
-        answers=_of_host(_heartbeat), answer=HeartbeatAnswer, method="POST", body=Heartbeat, role=None,
+        path=f"{AGENTS_PATH}{{host}}/heartbeat", summary="Take how a host is, and what its devices did",
+        answers=_require_own_host(_receive_heartbeat), answer=HeartbeatAnswer, method="POST", body=Heartbeat, role=None,
         refuses=(400, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS}{{host}}/work", summary="What a host is to do; waits for something new",
-        answers=_of_host(
+        path=f"{AGENTS_PATH}{{host}}/work", summary="What a host is to do; waits for something new",
+        answers=_require_own_host(
             lambda asked, desk, host: desk.work(host, *msgspec.structs.astuple(asked.parameters(WorkParameters)))
         ),
         answer=WorkAnswer, parameters=WorkParameters, role=None, refuses=(400, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS}{{host}}/requests/{{id}}", summary="How far a host is with a request",
-        answers=_of_host(_report), answer=ReportAnswer, method="POST", body=HostReport, role=None,
+        path=f"{AGENTS_PATH}{{host}}/requests/{{id}}", summary="How far a host is with a request",
+        answers=_require_own_host(_receive_report), answer=ReportAnswer, method="POST", body=HostReport, role=None,
         refuses=(400, 404, 503),
     ),
     FleetRoute(
-        path=f"{AGENTS}{{host}}/requests/{{id}}/files/{{name}}", summary="Send a file that the host has said",
-        answers=_of_host(_take_file), method="PUT", role=None, refuses=(400, 404, 503),
+        path=f"{AGENTS_PATH}{{host}}/requests/{{id}}/files/{{name}}", summary="Send a file that the host has said",
+        answers=_require_own_host(_receive_file), method="PUT", role=None, refuses=(400, 404, 503),
     ),
 )  # fmt: skip
 
 Message: TypeAlias = Annotated[str, Meta(max_length=256, pattern=ONE_LINE)]
 
 
-class JobStatementBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class JobStatementBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """What a job is; "": it does not say it."""
 
     model: Message = ""
@@ -457,33 +457,33 @@ class JobStatementBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     application: Message = ""
 
 
-class JobStatementAnswer(HttpAnswer, frozen=True):
+class JobStatementAnswer(HttpResponseBody, frozen=True):
     """Of which job it was taken, and whether it differs from what the job said before."""
 
     job: str
     changed: bool
 
 
-async def _state(asked: FleetAsked) -> JobStatementAnswer:
-    job, body = asked.request.path_params["job"], await asked.body(JobStatementBody)
-    users = asked.hosts().users_of(job)
+async def _store_job_statement(context: FleetRequestContext) -> JobStatementAnswer:
+    job, body = context.request.path_params["job"], await context.body(JobStatementBody)
+    users = context.hosts().users_of(job)
     if not users:
-        raise RequestError(
+        raise HttpError(
             404, f"no host of late has processes of `{job[:256]}`", slug="no-such-job", hint="`traceloom fleet jobs`"
         )
-    check_own_job(asked, job)
-    said = {name: value for name, value in msgspec.structs.asdict(body).items() if value}
-    facts = JobFacts(**said, user=min(users))
-    changed = bool(await asyncio.to_thread(asked.service.state.say_of_jobs, {job: facts}, time.time_ns()))
+    check_own_job(context, job)
+    stated_facts = {name: value for name, value in msgspec.structs.asdict(body).items() if value}
+    facts = JobFacts(**stated_facts, user=min(users))
+    changed = bool(await asyncio.to_thread(context.service.state.say_of_jobs, {job: facts}, time.time_ns()))
     if changed:
-        asked.service.pipeline.look()
-        await asked.note(job=job)
+        context.service.pipeline.look()
+        await context.note(job=job)
     return JobStatementAnswer(job=job, changed=changed)
 
 
 STATEMENT_ROUTES = (
     FleetRoute(
-        path="/api/v1/jobs/{job:path}", summary="Take what a job says of itself", answers=_state,
+        path="/api/v1/jobs/{job:path}", summary="Take what a job says of itself", answers=_store_job_statement,
         answer=JobStatementAnswer, method="PUT", body=JobStatementBody, role="requester", refuses=(400, 403, 404, 503),
     ),
 )  # fmt: skip

@@ -15,33 +15,33 @@ import polars as pl
 from msgspec import Meta
 
 from traceloom.agent.fleet_link.protocol import HostDevice, HostProcess
-from traceloom.fleet.analyses.attribution import periods
-from traceloom.fleet.analyses.efficiency import METRICS, topline
-from traceloom.fleet.analyses.regressions import MIX, regressions
+from traceloom.fleet.analyses.attribution import compute_ownership_periods
+from traceloom.fleet.analyses.efficiency import METRICS, compute_fleet_topline
+from traceloom.fleet.analyses.regressions import MIX_CAUSES, find_regressions
 from traceloom.fleet.api import Job
-from traceloom.fleet.handlers.captures import FleetAsked, FleetRoute
-from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer, host_answer, job_answer
-from traceloom.fleet.questions.answering import RecentAnswers
-from traceloom.fleet.questions.catalogue import EVERY_CHANGE, QUESTION
-from traceloom.fleet.service.requests import HostNow
+from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute
+from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer, build_host_answer, build_job_answer
+from traceloom.fleet.questions.answering import AnswerCache
+from traceloom.fleet.questions.catalogue import ALL_CHANGES_QUERY, QUESTION
+from traceloom.fleet.service.requests import LastHeartbeat
 from traceloom.fleet.store.captures import TaskState
-from traceloom.fleet.store.schema import day_of
+from traceloom.fleet.store.schema import get_utc_day
 from traceloom.fleet.store.tables import Tables
-from traceloom.server.problem import HttpAnswer, RequestError
+from traceloom.server.problem import HttpError, HttpResponseBody
 
 DeviceState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 """As in the tables of usage, but of this moment."""
 
-_TOPLINE_S = 60.0  # that it is kept: it is of a whole day
+_TOPLINE_CACHE_S = 60.0  # that it is kept: it is of a whole day
 _SLOWER_DAYS = 30
-_USAGE_S = 15.0  # the same of device time, which comes by minutes
-_MOST_KEPT = 256  # answers of a sort
+_USAGE_CACHE_S = 15.0  # the same of device time, which comes by minutes
+_MAX_CACHED = 256  # answers of a sort
 _MINUTE_NS, _HOUR_NS = 60 * 10**9, 3600 * 10**9
-_MOST_ROWS = 10_000
-BUSY = "gpu_busy_ratio"
+_MAX_ROWS = 10_000
+BUSY_METRIC = "gpu_busy_ratio"
 
 
-class DeviceNow(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A device: what it is in, for which jobs, and what was measured last, by metric. `stale`: why it is silent."""
 
     host: str
@@ -82,7 +82,7 @@ class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-class MeasuredBeside(msgspec.Struct, frozen=True, kw_only=True):
+class HostTelemetryInCapture(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent of a host measured in the minutes of a capture: device time of its job by state, and energy.
 
     `energy_mj`: null where no device measures it.
@@ -96,7 +96,7 @@ class MeasuredBeside(msgspec.Struct, frozen=True, kw_only=True):
     flops_low: float | None
 
 
-class UsageOfTime(msgspec.Struct, frozen=True, kw_only=True):
+class UsagePeriod(msgspec.Struct, frozen=True, kw_only=True):
     """Device time of a minute or hour in a state, of a job or of none; `energy_mj`: null where nothing measures it."""
 
     time_ns: int
@@ -106,7 +106,7 @@ class UsageOfTime(msgspec.Struct, frozen=True, kw_only=True):
     energy_mj: int | None
 
 
-class ToplineOfDay(msgspec.Struct, frozen=True, kw_only=True):
+class DailyTopline(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet got out of its devices in the last 24 hours; null: not measured. As `traceloom.fleet.analyses.efficiency`."""
 
     device_hours: float | None
@@ -119,7 +119,7 @@ class ToplineOfDay(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None
 
 
-class Watching:
+class LiveQueries:
     """Asks the tables what pages show; its methods block.
 
     Args:
@@ -129,20 +129,20 @@ class Watching:
 
     def __init__(self, tables: Tables, clock: Callable[[], int] = time.time_ns) -> None:
         self.tables, self.clock = tables, clock
-        self._toplines = RecentAnswers[ToplineOfDay](1)
-        self._usage = RecentAnswers[list[UsageOfTime]](_MOST_KEPT)
-        self._findings = RecentAnswers[list[FleetFinding]](_MOST_KEPT)
+        self._toplines = AnswerCache[DailyTopline](1)
+        self._usage = AnswerCache[list[UsagePeriod]](_MAX_CACHED)
+        self._findings = AnswerCache[list[FleetFinding]](_MAX_CACHED)
 
-    def topline(self) -> ToplineOfDay:
+    def topline(self) -> DailyTopline:
         """The topline of the last 24 hours, at most a minute old."""
-        return self._toplines.get("", self._topline, seconds=_TOPLINE_S)
+        return self._toplines.get("", self._topline, seconds=_TOPLINE_CACHE_S)
 
     def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
         """Findings of captures, by name; what saves most first."""
         rows = self.tables.scan("findings").filter(pl.col("capture").is_in(captures)).select(
             "capture", "slug", "saving_ns", "saving_fraction", "confidence", "rank"
         )  # fmt: skip
-        ranked = rows.sort("saving_fraction", descending=True, nulls_last=True).head(_MOST_ROWS).collect()
+        ranked = rows.sort("saving_fraction", descending=True, nulls_last=True).head(_MAX_ROWS).collect()
         return msgspec.convert(ranked.to_dicts(), list[FleetFinding])
 
     def facts(self, capture: str) -> CaptureFacts | None:
@@ -150,9 +150,9 @@ class Watching:
         rows = self.tables.scan("captures").filter(pl.col("capture") == capture).collect().to_dicts()
         return msgspec.convert(rows[-1], CaptureFacts) if rows else None
 
-    def beside(self, job: str, start_ns: int, end_ns: int) -> list[MeasuredBeside]:
+    def beside(self, job: str, start_ns: int, end_ns: int) -> list[HostTelemetryInCapture]:
         """What agents measured of a job in the minutes from `start_ns` to `end_ns`, by host."""
-        rows = self.tables.scan("usage_minute", day_of(start_ns), day_of(end_ns)).filter(
+        rows = self.tables.scan("usage_minute", get_utc_day(start_ns), get_utc_day(end_ns)).filter(
             pl.col("job") == job, pl.col("time_ns") > start_ns - _MINUTE_NS, pl.col("time_ns") < end_ns
         )
         time_in = {
@@ -160,48 +160,50 @@ class Watching:
         }
         summed = rows.group_by("host").agg(
             devices=pl.col("device").n_unique(), busy_ms=time_in["busy"], idle_ms=time_in["idle-allocated"],
-            energy_mj=_sum_if_any("energy_mj"), flops_low=_sum_if_any("flops_low"),
+            energy_mj=_add_up_known("energy_mj"), flops_low=_add_up_known("flops_low"),
         )  # fmt: skip
-        return msgspec.convert(summed.sort("host").collect().to_dicts(), list[MeasuredBeside])
+        return msgspec.convert(summed.sort("host").collect().to_dicts(), list[HostTelemetryInCapture])
 
-    def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsageOfTime]:
+    def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsagePeriod]:
         """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at most, the last first."""
-        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_S)
+        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_CACHE_S)
 
     def findings_of_job(self, job: str, captures: Callable[[], Sequence[str]]) -> list[FleetFinding]:
         """Findings of the captures of a job, at most 15 s old."""
-        return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_S)
+        return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_CACHE_S)
 
-    def _used(self, host: str, job: str, hours: float) -> list[UsageOfTime]:
+    def _used(self, host: str, job: str, hours: float) -> list[UsagePeriod]:
         until = self.clock()
         since = until - int(hours * _HOUR_NS)
-        rows = self.tables.scan("usage_minute" if hours <= 6 else "usage_hour", first=day_of(since))
+        rows = self.tables.scan("usage_minute" if hours <= 6 else "usage_hour", first=get_utc_day(since))
         rows = rows.filter(pl.col("time_ns") >= since - (_MINUTE_NS if hours <= 6 else _HOUR_NS))
         for name, value in (("host", host), ("job", job)):
             if value:
                 rows = rows.filter(pl.col(name) == value)
-        summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _sum_if_any("energy_mj"))
-        last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MOST_ROWS).collect()
-        return msgspec.convert(last.to_dicts(), list[UsageOfTime])
+        summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _add_up_known("energy_mj"))
+        last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MAX_ROWS).collect()
+        return msgspec.convert(last.to_dicts(), list[UsagePeriod])
 
-    def _topline(self) -> ToplineOfDay:
+    def _topline(self) -> DailyTopline:
         since = self.clock() - 24 * _HOUR_NS
-        first = day_of(since)
+        first = get_utc_day(since)
         usage = self.tables.scan("usage_hour", first=first).filter(pl.col("time_ns") > since - _HOUR_NS)
         captures = self.tables.scan("captures", first=first).filter(pl.col("start_ns") > since)
-        [row] = topline(usage, periods(self.tables.scan("jobs"), self.tables.scan("owners")), captures).rows.to_dicts()
+        [row] = compute_fleet_topline(
+            usage, compute_ownership_periods(self.tables.scan("jobs"), self.tables.scan("owners")), captures
+        ).rows.to_dicts()
         names = ("device_hours", "flop_rate_high", *METRICS)
-        return msgspec.convert({name: row[name] for name in names}, ToplineOfDay)
+        return msgspec.convert({name: row[name] for name in names}, DailyTopline)
 
 
-def slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
+def find_slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
     """Kernels that became slower in the last 30 days, as of `Regressions`; where a mix changed, nothing did."""
-    first = day_of(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
-    changes = regressions(*(tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
-    return changes.filter(~pl.col("cause").is_in(MIX))
+    first = get_utc_day(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
+    changes = find_regressions(*(tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
+    return changes.filter(~pl.col("cause").is_in(MIX_CAUSES))
 
 
-def devices_now(now: Mapping[str, HostNow], fresh: Mapping[str, HostNow]) -> list[DeviceNow]:
+def list_devices(now: Mapping[str, LastHeartbeat], fresh: Mapping[str, LastHeartbeat]) -> list[DeviceStatus]:
     """All devices, by host; those of hosts that are silent are unreachable."""
     devices = []
     for host in sorted(now):
@@ -211,44 +213,49 @@ def devices_now(now: Mapping[str, HostNow], fresh: Mapping[str, HostNow]) -> lis
                 if process.job:
                     jobs[uuid].add(process.job)
         for device in now[host].heartbeat.devices:
-            held = sorted(jobs[device.uuid])
+            holding_jobs = sorted(jobs[device.uuid])
             state: DeviceState
             if host not in fresh or device.stale:
                 state = "unreachable"
-            elif not held:
+            elif not holding_jobs:
                 state = "unallocated"
             else:
-                state = "busy" if device.values.get(BUSY, 1.0) > 0 else "idle-allocated"
+                state = "busy" if device.values.get(BUSY_METRIC, 1.0) > 0 else "idle-allocated"
             devices.append(
-                DeviceNow(
-                    host=host, device=device.uuid, index=device.index, model=device.model, jobs=held,
+                DeviceStatus(
+                    host=host, device=device.uuid, index=device.index, model=device.model, jobs=holding_jobs,
                     state=state, values=device.values, stale=device.stale,
                 )
             )  # fmt: skip
     return devices
 
 
-def counted_states(devices: list[DeviceNow]) -> dict[DeviceState, int]:
+def count_states(devices: list[DeviceStatus]) -> dict[DeviceState, int]:
     """State -> how many are in it."""
     return dict(Counter(device.state for device in devices))
 
 
-def processes_of(now: Mapping[str, HostNow], job: str) -> list[tuple[str, HostProcess]]:
+def list_job_processes(now: Mapping[str, LastHeartbeat], job: str) -> list[tuple[str, HostProcess]]:
     """Host and process of all that belong to a job, by rank."""
-    members = [(host, process) for host, of in now.items() for process in of.heartbeat.processes if process.job == job]
+    members = [
+        (host, process)
+        for host, last_heartbeat in now.items()
+        for process in last_heartbeat.heartbeat.processes
+        if process.job == job
+    ]
     return sorted(members, key=lambda member: (member[1].rank is None, member[1].rank or 0, member[0], member[1].pid))
 
 
-def _sum_if_any(name: str) -> pl.Expr:
+def _add_up_known(name: str) -> pl.Expr:
     return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
-_MOST_CAPTURES = 200  # of a job whose findings are shown
+_MAX_CAPTURES = 200  # of a job whose findings are shown
 _SLOWER_S, _MOST_SLOWER = 300.0, 100  # how old they may be, as they take most work; how many
-_LONGEST_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
+_MAX_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
 
 
-class FleetNowAnswer(HttpAnswer, frozen=True):
+class FleetStatusAnswer(HttpResponseBody, frozen=True):
     """The fleet now: hosts that are silent, devices by state, tasks of the pipeline by state, the last day's topline.
 
     `topline`: null where no device was held in that time.
@@ -258,7 +265,7 @@ class FleetNowAnswer(HttpAnswer, frozen=True):
     lost: list[str]
     devices: dict[DeviceState, int]
     tasks: dict[TaskState, int]
-    topline: ToplineOfDay | None
+    topline: DailyTopline | None
 
 
 class QuarantinedCapture(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,56 +287,56 @@ class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
     jobs_after: int
 
 
-class FleetTroubleAnswer(HttpAnswer, frozen=True):
+class FleetProblemsAnswer(HttpResponseBody, frozen=True):
     """What is wrong with what was captured: kernels that became slower, what costs most first; analyses that failed."""
 
     slower: list[SlowerKernel]
     quarantined: list[QuarantinedCapture]
 
 
-class HostDetailAnswer(HttpAnswer, frozen=True):
+class HostDetailAnswer(HttpResponseBody, frozen=True):
     """A host, its devices, and its processes with what their agent says of them."""
 
     host: HostAnswer
-    devices: list[DeviceNow]
+    devices: list[DeviceStatus]
     processes: list[HostProcess]
 
 
-class ProcessOfJob(msgspec.Struct, frozen=True, kw_only=True):
+class JobProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process of a job, and where it runs."""
 
     host: str
     process: HostProcess
 
 
-class JobDetailAnswer(HttpAnswer, frozen=True):
+class JobDetailAnswer(HttpResponseBody, frozen=True):
     """A job that runs now, its processes by rank; `job`: null where it does not run, as far as hosts say."""
 
     job: FleetJobAnswer | None
-    processes: list[ProcessOfJob]
+    processes: list[JobProcess]
 
 
-class FindingsParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class FindingsParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Of which capture, or of the last captures of which job."""
 
     capture: Annotated[str, Meta(max_length=200)] = ""
     job: Job = ""
 
 
-class FindingsAnswer(HttpAnswer, frozen=True):
+class FindingsAnswer(HttpResponseBody, frozen=True):
     """Findings, what saves most first."""
 
     findings: list[FleetFinding]
 
 
-class CaptureFactsAnswer(HttpAnswer, frozen=True):
+class CaptureFactsAnswer(HttpResponseBody, frozen=True):
     """What the tables say of a capture, and what agents measured of its job meanwhile; null: not in the tables yet."""
 
     facts: CaptureFacts | None
-    beside: list[MeasuredBeside]
+    beside: list[HostTelemetryInCapture]
 
 
-class UsageParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class UsageParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """Of which host or job, and of how many hours back."""
 
     host: Annotated[str, Meta(max_length=256)] = ""
@@ -337,120 +344,123 @@ class UsageParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     hours: Annotated[float, Meta(gt=0, le=24 * 92)] = 6.0
 
 
-class UsageAnswer(HttpAnswer, frozen=True):
+class UsageAnswer(HttpResponseBody, frozen=True):
     """Device time, the last first; by minutes up to six hours, by hours beyond."""
 
-    usage: list[UsageOfTime]
+    usage: list[UsagePeriod]
 
 
-async def _now(asked: FleetAsked) -> FleetNowAnswer:
-    desk = asked.hosts()
+async def _get_fleet_now(context: FleetRequestContext) -> FleetStatusAnswer:
+    desk = context.hosts()
     fresh = desk.fresh()
     tasks, topline = await asyncio.gather(
-        asyncio.to_thread(asked.service.state.counts), asyncio.to_thread(asked.service.watching.topline)
+        asyncio.to_thread(context.service.state.counts), asyncio.to_thread(context.service.live_queries.topline)
     )
-    return FleetNowAnswer(
+    return FleetStatusAnswer(
         hosts=len(desk.members), lost=sorted(desk.members.keys() - fresh.keys()),
-        devices=counted_states(devices_now(desk.now, fresh)), tasks=tasks,
+        devices=count_states(list_devices(desk.now, fresh)), tasks=tasks,
         topline=topline if topline.device_hours else None,
     )  # fmt: skip
 
 
-async def _trouble(asked: FleetAsked) -> FleetTroubleAnswer:
+async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsAnswer:
     regressions, tasks = await asyncio.gather(
-        asked.service.questions.ask(QUESTION["regressions"], EVERY_CHANGE, seconds=_SLOWER_S),
-        asyncio.to_thread(asked.service.state.quarantined),
+        context.service.questions.ask(QUESTION["regressions"], ALL_CHANGES_QUERY, seconds=_SLOWER_S),
+        asyncio.to_thread(context.service.state.quarantined),
     )
-    slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX)  # type: ignore[attr-defined]
-    return FleetTroubleAnswer(
+    slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX_CAUSES)  # type: ignore[attr-defined]
+    return FleetProblemsAnswer(
         slower=[msgspec.convert(row, SlowerKernel, from_attributes=True) for row in islice(slower, _MOST_SLOWER)],
         quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks],
     )
 
 
-async def _host(asked: FleetAsked) -> HostDetailAnswer:
-    desk, name = asked.hosts(), asked.request.path_params["host"]
+async def _get_host(context: FleetRequestContext) -> HostDetailAnswer:
+    desk, name = context.hosts(), context.request.path_params["host"]
     if name not in desk.members:
-        raise RequestError(404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+        raise HttpError(404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`")
     now, fresh = desk.now.get(name), desk.fresh()
     return HostDetailAnswer(
-        host=host_answer(desk, name),
-        devices=[] if now is None else devices_now({name: now}, fresh),
+        host=build_host_answer(desk, name),
+        devices=[] if now is None else list_devices({name: now}, fresh),
         processes=[] if now is None else now.heartbeat.processes,
     )
 
 
-async def _job(asked: FleetAsked) -> JobDetailAnswer:
-    job = asked.request.path_params["job"]
-    members = processes_of(asked.hosts().fresh(), job)
+async def _get_job(context: FleetRequestContext) -> JobDetailAnswer:
+    job = context.request.path_params["job"]
+    members = list_job_processes(context.hosts().fresh(), job)
     return JobDetailAnswer(
-        job=job_answer(job, members) if members else None,
-        processes=[ProcessOfJob(host=host, process=process) for host, process in members],
+        job=build_job_answer(job, members) if members else None,
+        processes=[JobProcess(host=host, process=process) for host, process in members],
     )
 
 
-async def _findings(asked: FleetAsked) -> FindingsAnswer:
-    wanted, service = asked.parameters(FindingsParameters), asked.service
+async def _list_findings(context: FleetRequestContext) -> FindingsAnswer:
+    parameters, service = context.parameters(FindingsParameters), context.service
 
     def rows() -> list[FleetFinding]:
-        if not wanted.job:
-            return service.watching.findings([wanted.capture])
-        return service.watching.findings_of_job(
-            wanted.job, lambda: [of.id for of in service.state.captures(job=wanted.job, most=_MOST_CAPTURES)]
+        if not parameters.job:
+            return service.live_queries.findings([parameters.capture])
+        return service.live_queries.findings_of_job(
+            parameters.job,
+            lambda: [
+                capture_record.id for capture_record in service.state.captures(job=parameters.job, limit=_MAX_CAPTURES)
+            ],
         )
 
     return FindingsAnswer(findings=await asyncio.to_thread(rows))
 
 
-async def _facts(asked: FleetAsked) -> CaptureFactsAnswer:
-    capture, watching = await asked.capture(), asked.service.watching
+async def _get_capture_facts(context: FleetRequestContext) -> CaptureFactsAnswer:
+    capture, watching = await context.capture(), context.service.live_queries
 
     def answer() -> CaptureFactsAnswer:
         facts = watching.facts(capture.id)
         if facts is None or not capture.job:
             return CaptureFactsAnswer(facts=facts, beside=[])
-        end_ns = min(facts.start_ns + facts.window_ns, facts.start_ns + _LONGEST_WINDOW_NS)
+        end_ns = min(facts.start_ns + facts.window_ns, facts.start_ns + _MAX_WINDOW_NS)
         return CaptureFactsAnswer(facts=facts, beside=watching.beside(capture.job, facts.start_ns, end_ns))
 
     return await asyncio.to_thread(answer)
 
 
-async def _usage(asked: FleetAsked) -> UsageAnswer:
-    wanted = asked.parameters(UsageParameters)
+async def _list_usage(context: FleetRequestContext) -> UsageAnswer:
+    parameters = context.parameters(UsageParameters)
     rows = await asyncio.to_thread(
-        asked.service.watching.usage, host=wanted.host, job=wanted.job, hours=wanted.hours
+        context.service.live_queries.usage, host=parameters.host, job=parameters.job, hours=parameters.hours
     )  # fmt: skip
     return UsageAnswer(usage=rows)
 
 
 WATCH_ROUTES = (
     FleetRoute(
-        path="/api/v1/now", summary="The fleet at this moment, and the last day's topline", answers=_now,
-        answer=FleetNowAnswer, refuses=(503,),
+        path="/api/v1/now", summary="The fleet at this moment, and the last day's topline", answers=_get_fleet_now,
+        answer=FleetStatusAnswer, refuses=(503,),
     ),
     FleetRoute(
         path="/api/v1/trouble", summary="Kernels that became slower, and captures that could not be analysed",
-        answers=_trouble, answer=FleetTroubleAnswer, refuses=(503,),
+        answers=_get_fleet_problems, answer=FleetProblemsAnswer, refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/hosts/{host}", summary="A host, its devices and processes", answers=_host,
+        path="/api/v1/hosts/{host}", summary="A host, its devices and processes", answers=_get_host,
         answer=HostDetailAnswer, refuses=(404, 503),
     ),
     FleetRoute(
-        path="/api/v1/jobs/{job:path}", summary="A job that runs now, and its processes", answers=_job,
+        path="/api/v1/jobs/{job:path}", summary="A job that runs now, and its processes", answers=_get_job,
         answer=JobDetailAnswer, refuses=(404, 503),
     ),
     FleetRoute(
         path="/api/v1/findings/latest", summary="Findings of a capture, or of the last captures of a job",
-        answers=_findings,
+        answers=_list_findings,
         answer=FindingsAnswer, parameters=FindingsParameters, refuses=(400,),
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/facts", summary="What the tables say of a capture, and what agents measured beside",
-        answers=_facts, answer=CaptureFactsAnswer, refuses=(404,),
+        answers=_get_capture_facts, answer=CaptureFactsAnswer, refuses=(404,),
     ),
     FleetRoute(
-        path="/api/v1/usage", summary="Device time of a host or job", answers=_usage, answer=UsageAnswer,
+        path="/api/v1/usage", summary="Device time of a host or job", answers=_list_usage, answer=UsageAnswer,
         parameters=UsageParameters, refuses=(400,),
     ),
 )  # fmt: skip
@@ -458,7 +468,7 @@ WATCH_ROUTES = (
 By = Literal["job", "host", "device"]
 
 
-class LiveParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class LiveParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """What a row is of, and which jobs and hosts; `*` and `?` stand for any signs."""
 
     by: Annotated[By, Meta(description="what a row is of: job, host or device")] = "job"
@@ -467,7 +477,7 @@ class LiveParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
     top: Annotated[int, Meta(ge=1, le=10_000, description="so many rows")] = 1_000
 
 
-class LiveRow(HttpAnswer, frozen=True):
+class LiveRow(HttpResponseBody, frozen=True):
     """What is measured now; null: not by all devices, and for `busy` and steps: by none.
 
     `busy`: share of time in which a kernel runs, mean over devices; power and memory are sums over devices;
@@ -488,7 +498,7 @@ class LiveRow(HttpAnswer, frozen=True):
     step_s: float | None
 
 
-class LiveAnswer(HttpAnswer, frozen=True):
+class LiveAnswer(HttpResponseBody, frozen=True):
     """What there is now, by name; `more`: there are rows after these."""
 
     at_ns: int
@@ -505,7 +515,7 @@ class _LiveGroup:
         self.rates: list[float] = []
         self.heard_ns: list[int] = []
 
-    def add(self, host: str, now: HostNow, device: HostDevice | None, process: HostProcess | None) -> None:
+    def add(self, host: str, now: LastHeartbeat, device: HostDevice | None, process: HostProcess | None) -> None:
         self.heard_ns.append(now.received_ns)
         if device is not None:
             self.devices[host, device.uuid] = device
@@ -523,43 +533,43 @@ class _LiveGroup:
         return sum(values) if values and len(values) == len(self.devices) else None
 
 
-def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> LiveAnswer:
+def build_live_answer(hosts: Mapping[str, LastHeartbeat], parameters: LiveParameters, now_ns: int) -> LiveAnswer:
     """What is measured now.
 
     Args:
         hosts: Host -> what it said last.
-        asked: What a row is of, and which.
+        parameters: What a row is of, and which.
         now_ns: Now, Unix time.
     """
     groups: dict[tuple[str, str, str], _LiveGroup] = defaultdict(_LiveGroup)
-    of_job, of_host = (pattern.replace("[", "[[]") or "*" for pattern in (asked.job, asked.host))
+    job_pattern, host_pattern = (pattern.replace("[", "[[]") or "*" for pattern in (parameters.job, parameters.host))
     for host, now in hosts.items():
-        if not fnmatchcase(host, of_host):
+        if not fnmatchcase(host, host_pattern):
             continue
         devices = {device.uuid: device for device in now.heartbeat.devices}
         pairs: list[tuple[HostDevice | None, HostProcess | None]] = [
             (devices.get(uuid), process)
             for process in now.heartbeat.processes
-            if fnmatchcase(process.job, of_job)
+            if fnmatchcase(process.job, job_pattern)
             for uuid in process.devices or ("",)
         ]
-        if not asked.job:
+        if not parameters.job:
             pairs += [(device, None) for device in devices.values()]
         for device, process in pairs:
-            if asked.by == "host":
+            if parameters.by == "host":
                 groups["", host, ""].add(host, now, device, process)
-            elif asked.by == "device" and device is not None:
+            elif parameters.by == "device" and device is not None:
                 groups["", host, device.uuid].add(host, now, device, process)
-            elif asked.by == "job" and process is not None and process.job:
+            elif parameters.by == "job" and process is not None and process.job:
                 groups[process.job, "", ""].add(host, now, device, process)
     rows = []
-    for job, at, uuid in sorted(groups)[: asked.top]:
-        group = groups[job, at, uuid]
+    for job, host_name, uuid in sorted(groups)[: parameters.top]:
+        group = groups[job, host_name, uuid]
         busy, rate = group.values("gpu_busy_ratio"), min(group.rates, default=None)
         rows.append(
             LiveRow(
                 job=job or ", ".join(sorted(group.jobs)),
-                host=at or ", ".join(sorted({host for host, _ in group.devices})),
+                host=host_name or ", ".join(sorted({host for host, _ in group.devices})),
                 device=uuid,
                 heard_ns=min(group.heard_ns),
                 devices=len(group.devices),
@@ -571,13 +581,13 @@ def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> Li
                 step_s=1 / rate if rate else None,
             )
         )
-    return LiveAnswer(at_ns=now_ns, rows=rows, more=len(groups) > asked.top)
+    return LiveAnswer(at_ns=now_ns, rows=rows, more=len(groups) > parameters.top)
 
 
 LIVE_ROUTES = (
     FleetRoute(
         path="/api/v1/query", summary="What jobs, hosts and devices do now", answer=LiveAnswer,
-        answers=lambda asked: live(asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()),
+        answers=lambda asked: build_live_answer(asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()),
         parameters=LiveParameters, refuses=(400, 503),
     ),
 )  # fmt: skip

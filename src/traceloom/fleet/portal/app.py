@@ -20,24 +20,24 @@ from starlette.routing import Route as Endpoint
 
 from traceloom.errors import TraceloomError
 from traceloom.fleet.api import TokenName
-from traceloom.fleet.handlers.captures import FleetAsked
+from traceloom.fleet.handlers.captures import FleetRequestContext
 from traceloom.fleet.portal import page as layout
-from traceloom.fleet.portal.live import Live, LiveContent
-from traceloom.fleet.portal.page import Page, assets
-from traceloom.fleet.portal.page_request import Address, Visit, form_of
+from traceloom.fleet.portal.live import LiveContent, LivePages
+from traceloom.fleet.portal.page import Page, load_assets
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl, read_form
 from traceloom.fleet.portal.pages import admin, capture, captures, job, overview
 from traceloom.fleet.portal.question_pages import QUESTION_PAGES
 from traceloom.fleet.portal.tables import PageTable
-from traceloom.fleet.questions.answering import StillWorkingError
-from traceloom.fleet.service.app import build_fleet_app, check_role, unavailable
-from traceloom.fleet.store.captures import Role, State, TokenRecord
-from traceloom.server.access import Rates
-from traceloom.server.problem import RequestError
+from traceloom.fleet.questions.answering import AnswerPendingError
+from traceloom.fleet.service.app import build_fleet_app, check_role, convert_to_unavailable
+from traceloom.fleet.store.captures import Role, ServiceState, TokenRecord
+from traceloom.server.access import RateLimiter
+from traceloom.server.problem import HttpError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from traceloom.fleet.service.service import Service
+    from traceloom.fleet.service.service import FleetService
 
 
 PAGES: tuple[Page[Any], ...] = (
@@ -60,8 +60,8 @@ PAGES: tuple[Page[Any], ...] = (
 
 SESSION_S = 12 * 3600.0
 _TRIES_PER_S = 0.5  # of an address, after the first
-_HINT = "come again later"
-_HEADER = re.compile(r"[A-Za-z0-9-]{1,100}")
+_RETRY_HINT = "come again later"
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,100}")
 
 
 class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "requester"
 
     def __post_init__(self) -> None:
-        if not _HEADER.fullmatch(self.header):
+        if not _HEADER_NAME.fullmatch(self.header):
             raise ValueError(f"`{self.header[:80]}` is no name of a header")
         ipaddress.ip_network(self.source, strict=False)
 
@@ -94,7 +94,7 @@ class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
             return None
 
 
-class Readers:
+class SessionAuthentication:
     """Lets readers in.
 
     Args:
@@ -102,9 +102,9 @@ class Readers:
         proxy: Says who reads, where it is asked through one.
     """
 
-    def __init__(self, state: State, proxy: ProxyUsers | None) -> None:
+    def __init__(self, state: ServiceState, proxy: ProxyUsers | None) -> None:
         self.state, self.proxy = state, proxy
-        self.tries = Rates(_TRIES_PER_S, hint=_HINT)
+        self.tries = RateLimiter(_TRIES_PER_S, hint=_RETRY_HINT)
         self.tries.most = 20.0
 
     async def reader(self, request: Request) -> TokenRecord | None:
@@ -112,31 +112,31 @@ class Readers:
         user = self.proxy.name_of(request) if self.proxy else None
         if user is not None:
             return await asyncio.to_thread(self._of_user, user)
-        secret = _cookie(request)
+        secret = _read_cookie(request)
         return await asyncio.to_thread(self._of_session, secret) if secret else None
 
-    async def sign_in(self, request: Request, shown: str) -> str:
+    async def sign_in(self, request: Request, token_text: str) -> str:
         """Begin a session by a token; its secret.
 
         Raises:
             RequestError: `too-many-requests`; `unknown-token`, whatever is wrong with it.
         """
         self.tries.take(request.client.host if request.client else "")
-        token = await asyncio.to_thread(self.state.token, shown)
-        who = "" if token is None else token.name
-        await asyncio.to_thread(self.state.note, who, "POST /sign-in", "unknown-token" if token is None else "done")
+        token = await asyncio.to_thread(self.state.token, token_text)
+        actor = "" if token is None else token.name
+        await asyncio.to_thread(self.state.note, actor, "POST /sign-in", "unknown-token" if token is None else "done")
         if token is None:
-            raise RequestError(401, "this token does not open anything", slug="unknown-token")
-        return await asyncio.to_thread(self.state.open_session, shown, SESSION_S)
+            raise HttpError(401, "this token does not open anything", slug="unknown-token")
+        return await asyncio.to_thread(self.state.open_session, token_text, SESSION_S)
 
     async def sign_out(self, request: Request) -> None:
         """End the session."""
-        await asyncio.to_thread(self.state.close_session, _cookie(request))
+        await asyncio.to_thread(self.state.close_session, _read_cookie(request))
 
     def set_cookie(self, request: Request, response: Response, secret: str) -> None:
         """Have the browser keep the secret of a session, or forget it where it is ""."""
         response.set_cookie(
-            _cookie_name(request), secret, max_age=int(SESSION_S) if secret else 0, httponly=True, samesite="strict",
+            _get_cookie_name(request), secret, max_age=int(SESSION_S) if secret else 0, httponly=True, samesite="strict",
             secure=request.url.scheme == "https",
         )  # fmt: skip
 
@@ -146,13 +146,13 @@ class Readers:
 
     def _of_user(self, user: str) -> TokenRecord:
         assert self.proxy is not None
-        own = next((token for token in self.state.tokens() if token.name == user and token.opens), None)
+        user_token = next((token for token in self.state.tokens() if token.name == user and token.opens), None)
         return TokenRecord(
-            name=user, role=own.role if own else self.proxy.role, created_ns=0, expires_ns=0, revoked_ns=0
+            name=user, role=user_token.role if user_token else self.proxy.role, created_ns=0, expires_ns=0, revoked_ns=0
         )
 
 
-def check_origin(request: Request) -> None:
+def check_csrf(request: Request) -> None:
     """Refuse what a page of somebody else has the reader's browser send.
 
     Raises:
@@ -161,36 +161,36 @@ def check_origin(request: Request) -> None:
     origin = request.headers.get("origin", "")
     site = request.headers.get("sec-fetch-site", "same-origin")
     if not origin or urlsplit(origin).netloc != request.headers.get("host", "") or site != "same-origin":
-        raise RequestError(
+        raise HttpError(
             403, "this was sent from another page", slug="wrong-origin",
             hint="a proxy in front of the service has to leave `Host` as it is",
         )  # fmt: skip
 
 
-def _cookie_name(request: Request) -> str:
+def _get_cookie_name(request: Request) -> str:
     # With this prefix browsers take it from nobody but this host, over TLS.
     return "__Host-traceloom" if request.url.scheme == "https" else "traceloom"
 
 
-def _cookie(request: Request) -> str:
+def _read_cookie(request: Request) -> str:
     try:
         cookies = SimpleCookie(request.headers.get("cookie", ""))
     except CookieError:
         return ""
-    morsel = cookies.get(_cookie_name(request))
+    morsel = cookies.get(_get_cookie_name(request))
     return morsel.value if morsel else ""
 
 
-API = ("/api/", "/metrics", "/healthz")
-STRANGERS = (
+API_PREFIXES = ("/api/", "/metrics", "/healthz")
+UNTRUSTED_PATHS = (
     "/captures/{id}/report", "/captures/{id}/against/{base}", "/captures/{id}/timeline",
     "/captures/{id}/files/{name:path}",
 )  # fmt: skip
-_SAFE = frozenset({"GET", "HEAD"})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
 _PER_SECOND = 50.0  # requests of a reader
-PATIENCE_S = 0.8
+PAGE_WAIT_S = 0.8
 """So long a page waits for answers; after that it says that they are worked out, and asks again."""
-_AGAIN_S = 2
+_RETRY_AFTER_S = 2
 # Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor stands in a frame.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -206,8 +206,8 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 # A report or file is of a stranger: it may run its own scripts, and has no part in this service.
-_STRANGERS_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'"
-_EVERYBODY = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
+_UNTRUSTED_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'"
+_ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 
 
 class Portal:
@@ -219,11 +219,11 @@ class Portal:
         proxy: Says who reads, where it is asked through one.
     """
 
-    def __init__(self, service: Service, pages: Sequence[Page[object]], proxy: ProxyUsers | None) -> None:
+    def __init__(self, service: FleetService, pages: Sequence[Page[object]], proxy: ProxyUsers | None) -> None:
         self.service, self.pages = service, pages
-        self.readers = Readers(service.state, proxy)
-        self.rates = Rates(_PER_SECOND, hint="come again later, or less often")
-        self.live = Live()
+        self.readers = SessionAuthentication(service.state, proxy)
+        self.rates = RateLimiter(_PER_SECOND, hint="come again later, or less often")
+        self.live = LivePages()
 
     def app(self) -> ASGIApp:
         """The application."""
@@ -232,19 +232,19 @@ class Portal:
                 Endpoint("/static/{digest}/{name}", self.static),
                 Endpoint("/sign-in", self.sign_in, methods=["GET", "POST"]),
                 Endpoint("/sign-out", self.sign_out, methods=["POST"]),
-                *(Endpoint(path, self._strangers(f"/api/v1{path}")) for path in STRANGERS),
+                *(Endpoint(path, self._strangers(f"/api/v1{path}")) for path in UNTRUSTED_PATHS),
                 *(Endpoint(page.path, self._page(page), methods=["GET", "POST"]) for page in self.pages),
             ],
-            exception_handlers={HTTPException: self.no_page, RequestError: self.refused, Exception: self.failed},
+            exception_handlers={HTTPException: self.no_page, HttpError: self.refused, Exception: self.failed},
         )  # fmt: skip
 
     # What pages refer to.
 
     async def static(self, request: Request) -> Response:
         """A style or a script."""
-        asset = assets().get(request.path_params["name"])
+        asset = load_assets().get(request.path_params["name"])
         if asset is None:
-            raise RequestError(404, "there is no such file", slug="no-such-file")
+            raise HttpError(404, "there is no such file", slug="no-such-file")
         return Response(
             asset.content, media_type=asset.kind, headers={"Cache-Control": "public, max-age=31536000, immutable"}
         )
@@ -254,8 +254,8 @@ class Portal:
 
         async def respond(request: Request) -> Response:
             request.state.route = request.scope["route"].path
-            response = await (await self._visit(request)).response(path, **request.path_params)
-            response.headers["Content-Security-Policy"] = _STRANGERS_POLICY
+            response = await (await self._visit(request)).fetch_response(path, **request.path_params)
+            response.headers["Content-Security-Policy"] = _UNTRUSTED_POLICY
             response.headers["X-Frame-Options"] = "SAMEORIGIN"
             return response
 
@@ -267,18 +267,18 @@ class Portal:
         """The form, or what it sends."""
         request.state.route = "/sign-in"
         if request.method != "POST":
-            where = layout.local_path(request.query_params.get("next", "/"))
-            inside = layout.sign_in(where, None, expired="ended" in request.query_params)
-            return HTMLResponse(layout.document(title="Sign in", inside=inside))
-        form = await form_of(request)
-        where = layout.local_path(form.get("next", ["/"])[0])
+            next_path = layout.restrict_to_local_path(request.query_params.get("next", "/"))
+            content = layout.build_sign_in_form(next_path, None, expired="ended" in request.query_params)
+            return HTMLResponse(layout.render_document(title="Sign in", content=content))
+        form = await read_form(request)
+        next_path = layout.restrict_to_local_path(form.get("next", ["/"])[0])
         try:
             secret = await self.readers.sign_in(request, form.get("token", [""])[0].strip())
-        except RequestError as error:
-            inside = layout.sign_in(where, error, expired=False)
+        except HttpError as error:
+            content = layout.build_sign_in_form(next_path, error, expired=False)
             retry = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
-            return HTMLResponse(layout.document(title="Sign in", inside=inside), error.status, retry)
-        response = RedirectResponse(where, 303)
+            return HTMLResponse(layout.render_document(title="Sign in", content=content), error.status, retry)
+        response = RedirectResponse(next_path, 303)
         self.readers.set_cookie(request, response, secret)
         return response
 
@@ -296,8 +296,8 @@ class Portal:
         async def respond(request: Request) -> Response:
             request.state.route = page.path
             visit = await self._visit(request)
-            asked = FleetAsked(self.service, request)
-            await check_role(asked, page.role)
+            context = FleetRequestContext(self.service, request)
+            await check_role(context, page.role)
             try:
                 if request.method == "POST":
                     return await self._acted(page, visit)
@@ -305,59 +305,63 @@ class Portal:
                     return self._events(page, visit, request.headers.get("last-event-id", ""))
                 if name := request.query_params.get("table"):
                     return await _download(page, visit, name, request.query_params.get("as", "csv"))
-                visit.patience_s = PATIENCE_S
+                visit.max_wait_s = PAGE_WAIT_S
                 return await self._shown(page, visit)
-            except StillWorkingError as working:
-                inside = layout.still_working(page.title, working.seconds)
+            except AnswerPendingError as working:
+                content = layout.build_pending_page(page.title, working.seconds)
                 path, title = visit.address.path, page.title
-                text = layout.document(title=title, inside=inside, token=visit.token, pages=self.pages, path=path)
-                return HTMLResponse(text, 202, {"Refresh": str(_AGAIN_S)})
-            except RequestError:
+                text = layout.render_document(
+                    title=title, content=content, token=visit.token, pages=self.pages, path=path
+                )
+                return HTMLResponse(text, 202, {"Refresh": str(_RETRY_AFTER_S)})
+            except HttpError:
                 raise
             except TraceloomError as error:
-                raise unavailable(error) from error
+                raise convert_to_unavailable(error) from error
 
         return respond
 
-    async def _visit(self, request: Request) -> Visit:
+    async def _visit(self, request: Request) -> PageRequest:
         token = await self.readers.reader(request)
         if token is None:
-            raise RequestError(401, "nobody is signed in", slug="unknown-token")
+            raise HttpError(401, "nobody is signed in", slug="unknown-token")
         self.rates.take(token.name)
         request.state.token = token
         request.state.what = f"{request.method} {request.url.path}"
-        form = await form_of(request) if request.method == "POST" else None
-        address = Address(quote(request.url.path), request.url.query)
-        return Visit(self.service, token, address, request.path_params, form)
+        form = await read_form(request) if request.method == "POST" else None
+        address = PageUrl(quote(request.url.path), request.url.query)
+        return PageRequest(self.service, token, address, request.path_params, form)
 
-    async def _shown(self, page: Page[object], visit: Visit, notice: Node = None, status: int = 200) -> Response:
+    async def _shown(self, page: Page[object], visit: PageRequest, notice: Node = None, status: int = 200) -> Response:
         data = await page.compute(visit)
         content = page.content(data)
-        inside = layout.page_node(content, visit.address, page.controls(visit, data), notice, live=page.live)
+        page_content = layout.build_main(content, visit.address, page.controls(visit, data), notice, live=page.live)
         path = visit.address.path
-        text = layout.document(title=page.title, inside=inside, token=visit.token, pages=self.pages, path=path)
+        text = layout.render_document(
+            title=page.title, content=page_content, token=visit.token, pages=self.pages, path=path
+        )
         return HTMLResponse(text, status)
 
-    async def _acted(self, page: Page[object], visit: Visit) -> Response:
+    async def _acted(self, page: Page[object], visit: PageRequest) -> Response:
         if page.act is None:
-            raise RequestError(405, "this page takes nothing", slug="wrong-method")
+            raise HttpError(405, "this page takes nothing", slug="wrong-method")
         try:
             after = await page.act(visit)
-        except RequestError as error:
+        except HttpError as error:
             if error.status == 404:
                 raise
-            return await self._shown(page, visit, layout.problem(error), error.status)
+            return await self._shown(page, visit, layout.build_problem_notice(error), error.status)
         if isinstance(after, str):
             return RedirectResponse(after, 303)
         return await self._shown(page, visit, after)
 
-    def _events(self, page: Page[object], visit: Visit, last: str) -> Response:
-        everybody = Visit(self.service, _EVERYBODY, visit.address, visit.names)
-        key = visit.address.canonical
+    def _events(self, page: Page[object], visit: PageRequest, last: str) -> Response:
+        everybody = PageRequest(self.service, _ANONYMOUS_TOKEN, visit.address, visit.names)
+        key = visit.address.canonical_url
 
         async def look() -> LiveContent:
             content = await page.shown(everybody)
-            head, parts = layout.head_node(content), layout.parts_node(content, everybody.address)
+            head, parts = layout.build_head(content), layout.build_sections(content, everybody.address)
             return LiveContent(layout.format_value(head), layout.format_value(parts), content.ended)
 
         self.live.check_room(key)
@@ -370,35 +374,37 @@ class Portal:
         assert isinstance(error, HTTPException)
         request.state.token = token = await self.readers.reader(request)
         hint = "" if token is None else "the menu leads on"
-        refusal = RequestError(error.status_code, "there is no such page", slug="no-such-page", hint=hint)
+        refusal = HttpError(error.status_code, "there is no such page", slug="no-such-page", hint=hint)
         return await self.refused(request, refusal)
 
     async def refused(self, request: Request, error: Exception) -> Response:
         """Say why, and where it may help."""
-        assert isinstance(error, RequestError)
+        assert isinstance(error, HttpError)
         if error.status == 401 and "text/event-stream" not in request.headers.get("accept", ""):
-            where = layout.local_path(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+            return_path = layout.restrict_to_local_path(
+                request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            )
             if request.method == "GET" and request.headers.get("sec-fetch-site") == "cross-site":
                 # Who follows a link from another site is sent here without the cookie; from here they come with it.
-                return HTMLResponse("", headers={"Refresh": f"0; url={where}"})
-            query = {} if request.method != "GET" or where == "/" else {"next": where}
+                return HTMLResponse("", headers={"Refresh": f"0; url={return_path}"})
+            query = {} if request.method != "GET" or return_path == "/" else {"next": return_path}
             if "traceloom" in request.headers.get("cookie", ""):
                 query["ended"] = "yes"
             return RedirectResponse(f"/sign-in?{urlencode(query)}" if query else "/sign-in", 303)
         token: TokenRecord | None = getattr(request.state, "token", None)
         headers = {"Retry-After": str(error.retry_s), "Refresh": str(error.retry_s)} if error.retry_s else {}
-        inside, path = layout.refusal(error), request.url.path
-        shown = layout.document(title="Refused", inside=inside, token=token, pages=self.pages, path=path)
-        return HTMLResponse(shown, error.status, headers)
+        content, path = layout.build_error_page(error), request.url.path
+        document = layout.render_document(title="Refused", content=content, token=token, pages=self.pages, path=path)
+        return HTMLResponse(document, error.status, headers)
 
     async def failed(self, request: Request, _error: Exception) -> Response:
         """A defect of ours."""
         return await self.refused(
-            request, RequestError(500, "a defect of the service", slug="internal-error", hint="its log says more")
+            request, HttpError(500, "a defect of the service", slug="internal-error", hint="its log says more")
         )
 
 
-class PortalGuard:
+class PortalMiddleware:
     """In front of pages and routes: which of them answers, the headers of every page, and what may not be sent here."""
 
     def __init__(self, portal: Portal, api: ASGIApp) -> None:
@@ -406,7 +412,7 @@ class PortalGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and count it."""
-        if scope["path"].startswith(API):
+        if scope["path"].startswith(API_PREFIXES):
             await self.api(scope, receive, send)
             return
         code = 500
@@ -415,17 +421,20 @@ class PortalGuard:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
-                there = {name.lower() for name, _ in message["headers"]}
-                own = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
-                message["headers"] = [*message["headers"], *((name, value) for name, value in own if name not in there)]
+                present_names = {name.lower() for name, _ in message["headers"]}
+                default_headers = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [
+                    *message["headers"],
+                    *((name, value) for name, value in default_headers if name not in present_names),
+                ]
             await send(message)
 
         request = Request(scope, receive)
         try:
-            if scope["method"] not in _SAFE:
+            if scope["method"] not in _SAFE_METHODS:
                 try:
-                    check_origin(request)
-                except RequestError as error:
+                    check_csrf(request)
+                except HttpError as error:
                     await (await self.portal.refused(request, error))(scope, receive, guarded)
                     return
             await self.app(scope, receive, guarded)
@@ -434,19 +443,21 @@ class PortalGuard:
             self.portal.service.requests.labels(route, code).inc()
 
 
-def build_portal(service: Service, proxy: ProxyUsers | None = None, pages: Sequence[Page[object]] = PAGES) -> ASGIApp:
+def build_portal(
+    service: FleetService, proxy: ProxyUsers | None = None, pages: Sequence[Page[object]] = PAGES
+) -> ASGIApp:
     """The application that answers for a service, with pages for people."""
-    return PortalGuard(Portal(service, pages, proxy), build_fleet_app(service))
+    return PortalMiddleware(Portal(service, pages, proxy), build_fleet_app(service))
 
 
-async def _download(page: Page[object], visit: Visit, name: str, form: str) -> Response:
+async def _download(page: Page[object], visit: PageRequest, name: str, file_format: str) -> Response:
     """All rows of a table of the page."""
     content = await page.shown(visit)
     tables = [part.content for part in content.sections if isinstance(part.content, PageTable)]
     table = next((table for table in tables if table.key == name), None)
-    if table is None or form not in {"csv", "json"}:
-        raise RequestError(404, "there is no such table", slug="no-such-table")
-    headers = {"Content-Disposition": f'attachment; filename="{table.key}.{form}"'}
-    if form == "json":
+    if table is None or file_format not in {"csv", "json"}:
+        raise HttpError(404, "there is no such table", slug="no-such-table")
+    headers = {"Content-Disposition": f'attachment; filename="{table.key}.{file_format}"'}
+    if file_format == "json":
         return Response(table.json(visit.address), media_type="application/json", headers=headers)
-    return Response(table.csv(visit.address), media_type="text/csv; charset=utf-8", headers=headers)
+    return Response(table.to_csv(visit.address), media_type="text/csv; charset=utf-8", headers=headers)

@@ -11,8 +11,8 @@ import msgspec
 from htpy import Node, a, button, code, details, div, form, label, option, p, select, span, summary
 from htpy import input as input_
 
-from traceloom.fleet.portal.page_request import Address, Visit
-from traceloom.fleet.portal.tables import PageColumn, PageRow, declared
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl
+from traceloom.fleet.portal.tables import PageColumn, PageRow, convert_column
 from traceloom.fleet.questions.catalogue import QUESTION
 from traceloom.fleet.questions.declaration import Question
 
@@ -23,10 +23,10 @@ FILTERS = {
 }  # fmt: skip
 """Parameter of all questions -> how it is called."""
 
-MOST_SIGNS = 500
+MAX_FILTER_CHARS = 500
 """Of a filter, as questions take it."""
 
-_KINDS = {
+_COLUMN_KINDS = {
     **dict.fromkeys(("since_ns", "last_before_ns", "start_ns", "time_ns"), "instant"),
     **dict.fromkeys(("job", "capture", "example"), "name"),
 }  # fmt: skip
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class PageAnswer:
+class QueryResult:
     """An answer, and the address that asked for it.
 
     Attributes:
@@ -45,7 +45,7 @@ class PageAnswer:
     """
 
     question: Question
-    address: Address
+    address: PageUrl
     facts: Mapping[str, Any]
     tables: Mapping[str, list[Mapping[str, Any]]]
 
@@ -57,12 +57,12 @@ class PageAnswer:
         self, table: str, names: Iterable[str], links: Mapping[str, Callable[[PageRow], str]] | None = None
     ) -> list[PageColumn]:
         """Columns of a table of the answer, as the question declares them, with where they lead."""
-        of_table = self.question.tables[table].columns
-        columns = [declared(name, of_table[name], (links or {}).get(name)) for name in names]
-        return [replace(column, kind=_KINDS.get(column.key, column.kind)) for column in columns]
+        table_columns = self.question.tables[table].columns
+        columns = [convert_column(name, table_columns[name], (links or {}).get(name)) for name in names]
+        return [replace(column, kind=_COLUMN_KINDS.get(column.key, column.kind)) for column in columns]
 
 
-async def ask(visit: Visit, name: str, **fixed: str) -> PageAnswer:
+async def fetch_answer(visit: PageRequest, name: str, **fixed: str) -> QueryResult:
     """Ask the service what the address of the page asks.
 
     Args:
@@ -75,40 +75,40 @@ async def ask(visit: Visit, name: str, **fixed: str) -> PageAnswer:
         StillWorkingError: The answer takes longer than the visit waits.
     """
     question = QUESTION[name]
-    takes = {field.name for field in msgspec.structs.fields(question.parameters)}
-    query = {key: value for key, value in (visit.address.query | fixed).items() if key in takes and value}
+    accepted = {field.name for field in msgspec.structs.fields(question.parameters)}
+    query = {key: value for key, value in (visit.address.query | fixed).items() if key in accepted and value}
     fields: dict[str, Any] = msgspec.to_builtins(await visit.question(question, query))
     tables = {key: fields.pop(key) for key in question.tables}
-    return PageAnswer(question, visit.address, fields, tables)
+    return QueryResult(question, visit.address, fields, tables)
 
 
-def to_page(path: str, address: Address, **parameters: str) -> str:
+def build_page_url(path: str, address: PageUrl, **parameters: str) -> str:
     """Another page, about the same time and with the same filters."""
-    kept = {name: value for name, value in address.query.items() if name in {"since", "until", *FILTERS}}
-    return Address(path, urlencode(kept)).changed(parameters)
+    shared_parameters = {name: value for name, value in address.query.items() if name in {"since", "until", *FILTERS}}
+    return PageUrl(path, urlencode(shared_parameters)).changed(parameters)
 
 
-def pattern_of(name: str) -> str:
+def build_name_filter(name: str) -> str:
     """A filter that a name passes: of one that is too long for a filter, what begins like it passes, too."""
-    return name if len(name) <= MOST_SIGNS else f"{name[: MOST_SIGNS - 1]}*"
+    return name if len(name) <= MAX_FILTER_CHARS else f"{name[: MAX_FILTER_CHARS - 1]}*"
 
 
-def asking_form(address: Address, *, extra: Node = None, keep: Sequence[str] = ()) -> Node:
+def build_filter_form(address: PageUrl, *, extra: Node = None, preserved: Sequence[str] = ()) -> Node:
     """The form of a range of time and of filters; those that are set stand in sight, each with a way to drop it.
 
     Args:
         address: Of the page.
         extra: More fields.
-        keep: Parameters that stay as they are.
+        preserved: Parameters that stay as they are.
     """
     since = address.query.get("since", "30d")
-    chosen = {name: address.query[name] for name in FILTERS if address.query.get(name)}
+    active_filters = {name: address.query[name] for name in FILTERS if address.query.get(name)}
     return form(".asking", method="get", action=address.path, aria_label="What is asked")[
-        (input_(type="hidden", name=name, value=address.query[name]) for name in keep if name in address.query),
+        (input_(type="hidden", name=name, value=address.query[name]) for name in preserved if name in address.query),
         label[
             span(".unseen")["Time"],
             select(name="since", id="since")[
-                (option(value=value, selected=value == since)[words] for value, words in RANGES.items()),
+                (option(value=value, selected=value == since)[label_text] for value, label_text in RANGES.items()),
                 option(value=since, selected=True)[f"since {since}"] if since not in RANGES else None,
             ],
         ],
@@ -118,38 +118,38 @@ def asking_form(address: Address, *, extra: Node = None, keep: Sequence[str] = (
             a(".chip", href=address.changed({name: ""}), title="Drop this filter")[
                 f"{FILTERS[name]}: {value}", span(aria_hidden="true")[" ×"]
             ]
-            for name, value in chosen.items()
+            for name, value in active_filters.items()
         ),
         details[
             summary["Filter"],
             div(".fields")[
                 (
                     div(".field")[
-                        label(for_=f"of-{name}")[words],
+                        label(for_=f"of-{name}")[label_text],
                         input_(
-                            type="text", id=f"of-{name}", name=name, value=chosen.get(name, ""), maxlength="500",
+                            type="text", id=f"of-{name}", name=name, value=active_filters.get(name, ""), maxlength="500",
                             placeholder="any; * and ? stand for any signs", spellcheck="false", autocomplete="off",
                         ),
                     ]
-                    for name, words in FILTERS.items()
+                    for name, label_text in FILTERS.items()
                 )
             ],
         ],
     ]  # fmt: skip
 
 
-def choice(address: Address, name: str, values: Mapping[str, str], default: str, words: str) -> Node:
+def build_select_field(address: PageUrl, name: str, values: Mapping[str, str], default: str, label_text: str) -> Node:
     """A field of a form with one of several values."""
     now = address.query.get(name, default)
     return label[
-        span(".unseen")[words],
+        span(".unseen")[label_text],
         select(name=name)[(option(value=value, selected=value == now)[text] for value, text in values.items())],
     ]
 
 
-def nothing(what: str) -> Node:
+def build_empty_notice(subject: str) -> Node:
     """Instead of a table without rows: what to do."""
     return [
-        p[f"There is no {what} in this time, or the filters leave none. Ask for more time, or drop a filter."],
+        p[f"There is no {subject} in this time, or the filters leave none. Ask for more time, or drop a filter."],
         p["Captures come with ", code["traceloom upload"], " or a request for a trace; usage with agents on hosts."],
     ]

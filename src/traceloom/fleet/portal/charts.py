@@ -14,16 +14,26 @@ from typing import NamedTuple
 from htpy import Node, div, figcaption, figure, fragment, li, p, span, ul
 from markupsafe import Markup
 
-from traceloom.fleet.portal.tables import instant
+from traceloom.fleet.portal.tables import render_time
 from traceloom.system import units
 
 HOUR_NS = 3_600_000_000_000
 DAY_NS = 24 * HOUR_NS
 _HEIGHT = 220
 _TOP, _BOTTOM = 12, 4
-_STEPS_NS = (HOUR_NS, 3 * HOUR_NS, 6 * HOUR_NS, DAY_NS, 2 * DAY_NS, 5 * DAY_NS, 10 * DAY_NS, 30 * DAY_NS, 90 * DAY_NS)
-_MOST_TIMES = 10
-_BOX = 34  # height of a box of an icicle
+_TIME_STEPS_NS = (
+    HOUR_NS,
+    3 * HOUR_NS,
+    6 * HOUR_NS,
+    DAY_NS,
+    2 * DAY_NS,
+    5 * DAY_NS,
+    10 * DAY_NS,
+    30 * DAY_NS,
+    90 * DAY_NS,
+)
+_MAX_TIMES = 10
+_BOX_HEIGHT = 34  # height of a box of an icicle
 
 
 class ChartDot(NamedTuple):
@@ -54,7 +64,7 @@ class ChartColumn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TreeBox:
+class IcicleBox:
     """A box of an icicle.
 
     Attributes:
@@ -82,7 +92,7 @@ class TreeBox:
     here: bool = False
 
 
-def dots(
+def draw_dots(
     points: Sequence[ChartDot], levels: Sequence[ChartLevel], marks: Sequence[tuple[int, str]], *, label: str,
     write: Callable[[float], str],
 ) -> Node:  # fmt: skip
@@ -98,9 +108,9 @@ def dots(
     if not points:
         return None
     first, last = min(point.time_ns for point in points), max(point.time_ns for point in points)
-    room = max((last - first) // 50, HOUR_NS // 2)
-    first, last = first - room, last + room
-    top = _nice(max(*(point.value for point in points), *(level.value for level in levels), 0.0))
+    margin_ns = max((last - first) // 50, HOUR_NS // 2)
+    first, last = first - margin_ns, last + margin_ns
+    top = _compute_axis_values(max(*(point.value for point in points), *(level.value for level in levels), 0.0))
 
     def x(time_ns: int) -> float:
         return 100 * (time_ns - first) / (last - first)
@@ -108,64 +118,64 @@ def dots(
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top[-1]
 
-    inside = Markup("")
-    for time_ns, words in marks:
+    markup = Markup("")
+    for time_ns, mark_label in marks:
         if first <= time_ns <= last:
             side = ("end", -6) if x(time_ns) > 80 else ("start", 6)
-            inside += Markup(
+            markup += Markup(
                 '<line class="moment" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="{1}"/>'
                 '<text class="word" x="{0:.2f}%" dx="{2}" y="13" text-anchor="{3}">{4}</text>'
-            ).format(x(time_ns), _HEIGHT, side[1], side[0], words)
+            ).format(x(time_ns), _HEIGHT, side[1], side[0], mark_label)
     for point in points:
-        inside += Markup(
+        markup += Markup(
             '<a href="{}" tabindex="-1"><circle class="f-{}" cx="{:.2f}%" cy="{:.1f}" r="3.5"><title>{}</title>'
             "</circle></a>"
         ).format(point.href, point.look, x(point.time_ns), y(point.value), point.says)
     for level in levels:
-        inside += Markup('<line class="level l-{}" x1="{:.2f}%" x2="{:.2f}%" y1="{:.1f}" y2="{:.1f}"/>').format(
+        markup += Markup('<line class="level l-{}" x1="{:.2f}%" x2="{:.2f}%" y1="{:.1f}" y2="{:.1f}"/>').format(
             level.look, x(max(level.since_ns, first)), x(min(level.until_ns, last)), y(level.value), y(level.value)
         )
-    return _plot(inside, top, y, first, last, label, write)
+    return _draw_plot(markup, top, y, first, last, label, write)
 
 
-def columns(stretches: Sequence[ChartColumn], every_ns: int, *, label: str, write: Callable[[float], str]) -> Node:
+def draw_columns(columns: Sequence[ChartColumn], every_ns: int, *, label: str, write: Callable[[float], str]) -> Node:
     """Amounts of stretches of time, each as parts on top of each other.
 
     Args:
-        stretches: By time; those that are missing are empty.
+        columns: By time; those that are missing are empty.
         every_ns: How long each is.
         label: What is shown, in a sentence.
         write: An amount as text.
     """
-    if not stretches:
+    if not columns:
         return None
-    first, last = stretches[0].time_ns, stretches[-1].time_ns + every_ns
-    top = _nice(max(sum(value for _, value in column.parts) for column in stretches))
+    first, last = columns[0].time_ns, columns[-1].time_ns + every_ns
+    top = _compute_axis_values(max(sum(value for _, value in column.parts) for column in columns))
 
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top[-1]
 
-    inside = Markup("")
+    markup = Markup("")
     width = 100 * every_ns / (last - first)
-    for column in stretches:
-        left = 100 * (column.time_ns - first) / (last - first)
-        inside += Markup("<g><title>{}</title>").format(column.says)
-        below = 0.0
-        for look, value in column.parts:
-            inside += Markup('<rect class="f-{}" x="{:.3f}%" y="{:.2f}" width="{:.3f}%" height="{:.2f}"/>').format(
-                look, left + width * 0.08, y(below + value), width * 0.84, y(below) - y(below + value)
+    for column in columns:
+        column_x = 100 * (column.time_ns - first) / (last - first)
+        markup += Markup("<g><title>{}</title>").format(column.says)
+        stacked = 0.0
+        for colour_group, value in column.parts:
+            markup += Markup('<rect class="f-{}" x="{:.3f}%" y="{:.2f}" width="{:.3f}%" height="{:.2f}"/>').format(
+                colour_group, column_x + width * 0.08, y(stacked + value), width * 0.84, y(stacked) - y(stacked + value)
             )
-            below += value
-        inside += Markup("</g>")
-    return _plot(inside, top, y, first, last, label, write)
+            stacked += value
+        markup += Markup("</g>")
+    return _draw_plot(markup, top, y, first, last, label, write)
 
 
-def icicle(boxes: Iterable[TreeBox], label: str) -> Node:
+def draw_icicle(boxes: Iterable[IcicleBox], label: str) -> Node:
     """Parts of a whole, and their parts below them, as wide as their amounts; each leads to itself."""
-    inside, levels = Markup(""), 0
+    markup, levels = Markup(""), 0
     for box in boxes:
         levels = max(levels, box.level + 1)
-        inside += Markup(
+        markup += Markup(
             '<a href="{}"{}><svg class="box{}" x="{:.3f}%" y="{}" width="{:.3f}%" height="{}">'
             '<title>{}</title><rect class="ground f-{}" width="100%" height="100%"/>'
             '<rect class="part f-{}" y="{}" width="{:.1f}%" height="4"/>'
@@ -173,39 +183,42 @@ def icicle(boxes: Iterable[TreeBox], label: str) -> Node:
             "</foreignObject></svg></a>"
         ).format(
             box.href, Markup(' aria-current="true"') if box.here else "", " here" if box.here else "", 100 * box.start,
-            box.level * _BOX, 100 * box.size, _BOX - 1, box.says, box.look, box.look, _BOX - 5,
-            100 * box.filled, _BOX - 5, box.name, box.amount,
+            box.level * _BOX_HEIGHT, 100 * box.size, _BOX_HEIGHT - 1, box.says, box.look, box.look, _BOX_HEIGHT - 5,
+            100 * box.filled, _BOX_HEIGHT - 5, box.name, box.amount,
         )  # fmt: skip
     picture = Markup('<svg class="tree-picture" role="group" aria-label="{}" width="100%" height="{}">{}</svg>')
-    return figure(".chart.tree")[picture.format(label, levels * _BOX, inside)]
+    return figure(".chart.tree")[picture.format(label, levels * _BOX_HEIGHT, markup)]
 
 
-def share_bar(parts: Sequence[tuple[str, str, float]], write: Callable[[float], str], label: str) -> Node:
+def draw_share_bar(parts: Sequence[tuple[str, str, float]], write: Callable[[float], str], label: str) -> Node:
     """Parts of a whole side by side, with a legend: name, colour group and amount of each."""
-    whole = sum(amount for *_, amount in parts)
-    if whole <= 0:
+    total = sum(amount for *_, amount in parts)
+    if total <= 0:
         return None
-    at, inside = 0.0, Markup("")
-    for name, look, amount in parts:
-        width = 100 * amount / whole
-        inside += Markup(
+    offset, markup = 0.0, Markup("")
+    for name, colour_group, amount in parts:
+        width = 100 * amount / total
+        markup += Markup(
             '<rect class="f-{}" x="{:.3f}%" width="{:.3f}%" height="100%"><title>{}</title></rect>'
-        ).format(look, at, max(width - 0.12, 0.05), f"{name}: {write(amount)}")
-        at += width
+        ).format(colour_group, offset, max(width - 0.12, 0.05), f"{name}: {write(amount)}")
+        offset += width
     picture = Markup('<svg class="share-bar" role="img" aria-label="{}" width="100%" height="22">{}</svg>')
-    return figure(".chart")[picture.format(label, inside), legend((name, look, write(of)) for name, look, of in parts)]
+    return figure(".chart")[
+        picture.format(label, markup),
+        draw_legend((name, colour_group, write(part_amount)) for name, colour_group, part_amount in parts),
+    ]
 
 
-def legend(entries: Iterable[tuple[str, str, str]]) -> Node:
+def draw_legend(entries: Iterable[tuple[str, str, str]]) -> Node:
     """Name, colour group and amount of each."""
     return ul(".legend")[
-        (li[span(class_=f"swatch b-{look}"), name, " ", Markup("<b>{}</b>").format(amount)]
-         for name, look, amount in entries)
+        (li[span(class_=f"swatch b-{colour_group}"), name, " ", Markup("<b>{}</b>").format(amount)]
+         for name, colour_group, amount in entries)
     ]  # fmt: skip
 
 
-def _plot(  # noqa: PLR0917  (all are what was just worked out)
-    inside: Markup, top: Sequence[float], y: Callable[[float], float], first: int, last: int, label: str,
+def _draw_plot(  # noqa: PLR0917  (all are what was just worked out)
+    markup: Markup, top: Sequence[float], y: Callable[[float], float], first: int, last: int, label: str,
     write: Callable[[float], str],
 ) -> Node:  # fmt: skip
     lines = Markup("").join(
@@ -216,21 +229,21 @@ def _plot(  # noqa: PLR0917  (all are what was just worked out)
         for value in top
     )
     times = Markup("")
-    step = next((step for step in _STEPS_NS if (last - first) / step <= _MOST_TIMES), None)
+    step = next((step for step in _TIME_STEPS_NS if (last - first) / step <= _MAX_TIMES), None)
     if step is None:
-        step = -(-(last - first) // _MOST_TIMES // DAY_NS) * DAY_NS
-    form = "%H:%M" if step < DAY_NS else "%b %-d"  # whole hours or days, in UTC
+        step = -(-(last - first) // _MAX_TIMES // DAY_NS) * DAY_NS
+    time_format = "%H:%M" if step < DAY_NS else "%b %-d"  # whole hours or days, in UTC
     for time_ns in range(-(-first // step) * step, last + 1, step):
-        words = f"{datetime.fromtimestamp(time_ns / 1e9, timezone.utc):{form}}"
-        at = 100 * (time_ns - first) / (last - first)
-        lines += Markup('<line class="grid" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%"/>').format(at)
-        if at < 98:
-            times += Markup('<text x="{:.2f}%" y="14" text-anchor="middle">{}</text>').format(at, words)
+        time_label = f"{datetime.fromtimestamp(time_ns / 1e9, timezone.utc):{time_format}}"
+        x_percent = 100 * (time_ns - first) / (last - first)
+        lines += Markup('<line class="grid" x1="{0:.2f}%" x2="{0:.2f}%" y1="0" y2="100%"/>').format(x_percent)
+        if x_percent < 98:
+            times += Markup('<text x="{:.2f}%" y="14" text-anchor="middle">{}</text>').format(x_percent, time_label)
     return figure(".chart")[
         div(".plot")[
             Markup('<svg class="scale" aria-hidden="true" height="{}">{}</svg>').format(_HEIGHT, scale),
             Markup('<svg class="area" role="group" aria-label="{}" height="{}">{}{}</svg>').format(
-                label, _HEIGHT, lines, inside
+                label, _HEIGHT, lines, markup
             ),
             Markup('<svg class="times" aria-hidden="true" height="20">{}</svg>').format(times),
         ],
@@ -238,30 +251,32 @@ def _plot(  # noqa: PLR0917  (all are what was just worked out)
     ]
 
 
-def _nice(most: float) -> list[float]:
-    """Round values from 0 up to at least `most`."""
-    if most <= 0:
+def _compute_axis_values(max_value: float) -> list[float]:
+    """Round values from 0 up to at least `max_value`."""
+    if max_value <= 0:
         return [0.0, 1.0]
-    rough = most / 4
+    rough = max_value / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
-    return [step * at for at in range(math.ceil(most / step - 1e-9) + 1)]
+    return [step * index for index in range(math.ceil(max_value / step - 1e-9) + 1)]
 
 
-Part = tuple[str, str, float]
+BarPart = tuple[str, str, float]
 """What it is called, its colour group, how much it is."""
 
 _WIDTH, _USAGE_HEIGHT = 1000, 120
 
 
-def bar(parts: Sequence[Part]) -> Node:
+def draw_bar(parts: Sequence[BarPart]) -> Node:
     """Parts of a whole, one beside the other, and how much each is."""
-    whole = sum(amount for _, _, amount in parts) or 1.0
-    at, rects = 0.0, Markup("")
+    total = sum(amount for _, _, amount in parts) or 1.0
+    offset, rects = 0.0, Markup("")
     for _, colour, amount in parts:
-        width = _WIDTH * amount / whole
-        rects += Markup('<rect class="f-{}" x="{:.2f}" y="0" width="{:.2f}" height="16"/>').format(colour, at, width)
-        at += width
+        width = _WIDTH * amount / total
+        rects += Markup('<rect class="f-{}" x="{:.2f}" y="0" width="{:.2f}" height="16"/>').format(
+            colour, offset, width
+        )
+        offset += width
     picture = Markup(
         '<svg class="stack tall" viewBox="0 0 {} 16" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
     )
@@ -269,14 +284,21 @@ def bar(parts: Sequence[Part]) -> Node:
         picture.format(_WIDTH, rects),
         ul(".legend")[
             (
-                li[span(class_=f"swatch b-{colour}"), name, " ", Markup("<b>{}</b>").format(units.number(amount))]
+                li[
+                    span(class_=f"swatch b-{colour}"),
+                    name,
+                    " ",
+                    Markup("<b>{}</b>").format(units.format_number(amount)),
+                ]
                 for name, colour, amount in parts
             )
         ],
     ]
 
 
-def areas(times: Sequence[int], step_ns: int, parts: Mapping[tuple[str, str], Mapping[int, float]], label: str) -> Node:
+def draw_areas(
+    times: Sequence[int], step_ns: int, parts: Mapping[tuple[str, str], Mapping[int, float]], label: str
+) -> Node:
     """How much of each there was over time, one upon the other; the whole of the highest moment fills the height.
 
     Args:
@@ -288,17 +310,17 @@ def areas(times: Sequence[int], step_ns: int, parts: Mapping[tuple[str, str], Ma
     if not times:
         return p(".quiet")["Nothing was measured in this time."]
     first, last = times[0], times[-1] + step_ns
-    most = max(sum(of.get(time, 0.0) for of in parts.values()) for time in times) or 1.0
-    below = dict.fromkeys(times, 0.0)
+    max_total = max(sum(part_amounts.get(time, 0.0) for part_amounts in parts.values()) for time in times) or 1.0
+    stacked = dict.fromkeys(times, 0.0)
     paths = Markup("")
     for (_, colour), amounts in parts.items():
         steps = []
         for time in times:
-            left, right = (_WIDTH * (at - first) / (last - first) for at in (time, time + step_ns))
-            low = below[time]
-            below[time] = high = low + amounts.get(time, 0.0)
+            left, right = (_WIDTH * (edge_ns - first) / (last - first) for edge_ns in (time, time + step_ns))
+            low = stacked[time]
+            stacked[time] = high = low + amounts.get(time, 0.0)
             if high > low:
-                top, bottom = (_USAGE_HEIGHT * (1 - level / most) for level in (high, low))
+                top, bottom = (_USAGE_HEIGHT * (1 - level / max_total) for level in (high, low))
                 steps.append(f"M{left:.1f} {bottom:.1f}V{top:.1f}H{right:.1f}V{bottom:.1f}Z")
         paths += Markup('<path class="f-{}" d="{}"/>').format(colour, "".join(steps))
     picture = Markup(
@@ -306,6 +328,6 @@ def areas(times: Sequence[int], step_ns: int, parts: Mapping[tuple[str, str], Ma
     )
     return fragment[
         div(".areas-frame")[picture.format(_WIDTH, _USAGE_HEIGHT, label, paths)],
-        div(".areas-ends")[instant(first), instant(last)],
+        div(".areas-ends")[render_time(first), render_time(last)],
         ul(".legend")[(li[span(class_=f"swatch b-{colour}"), name] for name, colour in parts)],
     ]

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 _LOG = logging.getLogger(__name__)
-_LOOK_S = 1.0
-_ALIVE_S = 15.0
-_CONNECTION_S = 60.0  # then the browser comes again, and shows who it is
-_MOST_STREAMS = 256
+_POLL_S = 1.0
+_KEEP_ALIVE_S = 15.0
+_MAX_CONNECTION_S = 60.0  # then the browser comes again, and shows who it is
+_MAX_STREAMS = 256
 NOT_LEADING = 503
 
 
@@ -35,7 +35,7 @@ class LiveEvent(NamedTuple):
     sent: bytes
 
 
-class LiveStream:
+class LivePage:
     """One page, as it is now, for all who read it.
 
     Args:
@@ -43,11 +43,11 @@ class LiveStream:
         look_s: How often.
     """
 
-    def __init__(self, look: Callable[[], Coroutine[object, object, LiveContent]], look_s: float) -> None:
+    def __init__(self, poll: Callable[[], Coroutine[object, object, LiveContent]], look_s: float) -> None:
         self.readers = 0
         self.now: LiveEvent | None = None
         self.gone = False  # there is nothing to look at any more
-        self._look, self._look_s = look, look_s
+        self._look, self._look_s = poll, look_s
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._follow(), name="live page")
 
@@ -56,7 +56,7 @@ class LiveStream:
         if self.now is None or (self.now.name == name and not self.gone):
             changed = self._changed
             try:
-                await asyncio.wait_for(changed.wait(), _ALIVE_S)
+                await asyncio.wait_for(changed.wait(), _KEEP_ALIVE_S)
             except (asyncio.TimeoutError, TimeoutError):
                 return None
         return self.now if self.now is not None and self.now.name != name else None
@@ -70,7 +70,7 @@ class LiveStream:
         while not self.gone:
             try:
                 content = await self._look()
-            except RequestError as error:  # what cannot be answered now may be later
+            except HttpError as error:  # what cannot be answered now may be later
                 self.gone = error.status != NOT_LEADING
             except Exception:  # noqa: BLE001  (its readers hear that it has ended, and the log why)
                 _LOG.exception("a live page")
@@ -91,33 +91,33 @@ class LiveStream:
         self._changed = asyncio.Event()
 
 
-class Live:
+class LivePages:
     """All pages that somebody reads now.
 
     Args:
         look_s: How often each is worked out.
     """
 
-    def __init__(self, look_s: float = _LOOK_S) -> None:
+    def __init__(self, look_s: float = _POLL_S) -> None:
         self.look_s = look_s
-        self.streams: dict[str, LiveStream] = {}
+        self.streams: dict[str, LivePage] = {}
 
     async def events(
-        self, key: str, look: Callable[[], Coroutine[object, object, LiveContent]], name: str
+        self, key: str, poll: Callable[[], Coroutine[object, object, LiveContent]], name: str
     ) -> AsyncGenerator[bytes, None]:
         """What a reader is sent: each state of the page that differs from the one before, the first from `name`.
 
         Args:
             key: Of the page and what its address asks for: readers with the same see the same.
-            look: Works out what it shows.
+            poll: Works out what it shows.
             name: Of the state that the reader has.
         """
         stream = self.streams.get(key)
         if stream is None or stream.gone:
-            stream = self.streams[key] = LiveStream(look, self.look_s)
+            stream = self.streams[key] = LivePage(poll, self.look_s)
         stream.readers += 1
         loop = asyncio.get_running_loop()
-        until = loop.time() + _CONNECTION_S
+        until = loop.time() + _MAX_CONNECTION_S
         try:
             yield b"retry: 1000\n\n"
             while loop.time() < until:
@@ -143,5 +143,5 @@ class Live:
         Raises:
             RequestError: `busy`.
         """
-        if key not in self.streams and len(self.streams) >= _MOST_STREAMS:
-            raise RequestError(503, "too many pages are read now", slug="busy", retry_s=10)
+        if key not in self.streams and len(self.streams) >= _MAX_STREAMS:
+            raise HttpError(503, "too many pages are read now", slug="busy", retry_s=10)

@@ -56,12 +56,12 @@ from htpy import input as input_
 from htpy import title as title_
 from markupsafe import Markup
 
-from traceloom.fleet.handlers.captures import may
-from traceloom.fleet.portal.page_request import Address, Visit
+from traceloom.fleet.handlers.captures import has_role
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl
 from traceloom.fleet.portal.tables import PageTable
 from traceloom.fleet.store.captures import Role, TokenRecord
-from traceloom.report.views.page import asset as of_reports
-from traceloom.server.problem import RequestError, wrong_request
+from traceloom.report.views.page import read_asset as of_reports
+from traceloom.server.problem import HttpError, make_bad_request
 from traceloom.system.sanitize import sanitize
 
 
@@ -73,24 +73,28 @@ class PortalAsset(NamedTuple):
 
 
 @cache
-def assets() -> dict[str, PortalAsset]:
+def load_assets() -> dict[str, PortalAsset]:
     """Name -> file."""
-    styles = [*map(of_reports, ("colours.css", "page.css", "views.css")), _own("portal.css"), _own("charts.css")]
+    styles = [
+        *map(of_reports, ("colours.css", "page.css", "views.css")),
+        _read_asset("portal.css"),
+        _read_asset("charts.css"),
+    ]
     texts = {
         "portal.css": ("\n".join(styles), "text/css; charset=utf-8"),
         "theme.js": (of_reports("theme.js"), "text/javascript; charset=utf-8"),
-        "portal.js": (_own("portal.js"), "text/javascript; charset=utf-8"),
+        "portal.js": (_read_asset("portal.js"), "text/javascript; charset=utf-8"),
     }
     return {name: PortalAsset(text.encode(), kind) for name, (text, kind) in texts.items()}
 
 
 @cache
-def address_of(name: str) -> str:
+def get_asset_url(name: str) -> str:
     """Where a file is served: for ever the same, as other content has another address."""
-    return f"/static/{hashlib.sha256(assets()[name].content).hexdigest()[:16]}/{name}"
+    return f"/static/{hashlib.sha256(load_assets()[name].content).hexdigest()[:16]}/{name}"
 
 
-def _own(name: str) -> str:
+def _read_asset(name: str) -> str:
     return files("traceloom.fleet.portal").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -98,7 +102,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class KeyNumber:
+class KeyFigure:
     """A number at the head of a page.
 
     Attributes:
@@ -152,7 +156,7 @@ class PageContent:
     above: Sequence[tuple[str, str]] = ()
     lead: Node = ""
     asking: Node = None
-    numbers: Sequence[KeyNumber] = ()
+    numbers: Sequence[KeyFigure] = ()
     ended: bool = False
 
 
@@ -176,15 +180,15 @@ class Page(Generic[T]):
     path: str
     title: str
     about: str
-    compute: Callable[[Visit], Awaitable[T]]
+    compute: Callable[[PageRequest], Awaitable[T]]
     content: Callable[[T], PageContent]
-    controls: Callable[[Visit, T], Node] = field(default=lambda _visit, _data: None)
+    controls: Callable[[PageRequest, T], Node] = field(default=lambda _visit, _data: None)
     role: Role = "viewer"
-    act: Callable[[Visit], Awaitable[str | Node]] | None = None
+    act: Callable[[PageRequest], Awaitable[str | Node]] | None = None
     live: bool = False
     menu: str = ""
 
-    async def shown(self, visit: Visit) -> PageContent:
+    async def shown(self, visit: PageRequest) -> PageContent:
         """What it shows.
 
         Raises:
@@ -197,17 +201,17 @@ ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath d='M1 4h10M4 8h11M2 "
     "12h7' stroke='%233566b8' stroke-width='2.6' stroke-linecap='round'/%3E%3C/svg%3E"
 )
-_SHORT = 14  # characters of a key number that stand in large letters
-_MARK = Markup(
+_SHORT_CHARS = 14  # characters of a key number that stand in large letters
+_LOGO = Markup(
     '<svg viewBox="0 0 16 16" width="18" height="18" aria-hidden="true"><path d="M1 4h10M4 8h11M2 12h7"/></svg>'
 )
-_THEME = Markup(
+_THEME_ICON = Markup(
     '<svg viewBox="0 0 16 16" width="15" height="15" aria-hidden="true"><circle cx="8" cy="8" r="6.2"/>'
     '<path d="M8 1.8a6.2 6.2 0 0 1 0 12.4z"/></svg>'
 )
 
 
-def head_node(content: PageContent) -> Node:
+def build_head(content: PageContent) -> Node:
     """The head of a page: where it stands, its heading, key numbers; sent again when it changes."""
     return header(".top")[
         nav(".trail", aria_label="Where this is")[ol[(li[a(href=href)[name]] for name, href in content.above)]]
@@ -221,7 +225,7 @@ def head_node(content: PageContent) -> Node:
                 div(class_=number.grade or None)[
                     dt[number.label],
                     dd[
-                        b(class_="long" if len(str(number.value)) > _SHORT else None)[
+                        b(class_="long" if len(str(number.value)) > _SHORT_CHARS else None)[
                             a(href=number.leads)[number.value] if number.leads else number.value
                         ],
                         span[number.about],
@@ -235,7 +239,7 @@ def head_node(content: PageContent) -> Node:
     ]
 
 
-def parts_node(content: PageContent, address: Address) -> Node:
+def build_sections(content: PageContent, address: PageUrl) -> Node:
     """The parts of a page; sent again when they change."""
     return fragment[
         (
@@ -249,10 +253,10 @@ def parts_node(content: PageContent, address: Address) -> Node:
     ]
 
 
-def document(
+def render_document(
     *,
     title: str,
-    inside: Node,
+    content: Node,
     token: TokenRecord | None = None,
     pages: Sequence[Page[object]] = (),
     path: str = "",
@@ -261,59 +265,59 @@ def document(
 
     Args:
         title: Of the browser's tab.
-        inside: The main part.
+        content: The main part.
         token: Of who reads; None: nobody is signed in.
         pages: Of the menu.
         path: Of this page.
     """
-    shown = html(lang="en", class_=None if token else "alone")[
+    document = html(lang="en", class_=None if token else "alone")[
         head[
             meta(charset="utf-8"),
             meta(name="viewport", content="width=device-width, initial-scale=1"),
             meta(name="color-scheme", content="light dark"),
             title_[f"{title} · Traceloom"],
             link(rel="icon", href=ICON),
-            script(src=address_of("theme.js")),
-            link(rel="stylesheet", href=address_of("portal.css")),
-            script(src=address_of("portal.js"), defer=True),
+            script(src=get_asset_url("theme.js")),
+            link(rel="stylesheet", href=get_asset_url("portal.css")),
+            script(src=get_asset_url("portal.js"), defer=True),
         ],
         body[
             a(".skip", href="#main")["Skip to the page"],
-            _menu(token, pages, path) if token else None,
-            main("#main", tabindex="-1")[inside],
+            _build_menu(token, pages, path) if token else None,
+            main("#main", tabindex="-1")[content],
         ],
     ]
-    return f"<!doctype html>{format_value(shown).removeprefix('<!doctype html>')}"
+    return f"<!doctype html>{format_value(document).removeprefix('<!doctype html>')}"
 
 
-def page_node(content: PageContent, address: Address, controls: Node, notice: Node, *, live: bool) -> Node:
+def build_main(content: PageContent, address: PageUrl, controls: Node, notice: Node, *, live: bool) -> Node:
     """The main part of a page: what is said of what was just done, its head, forms for this reader, its parts."""
     return fragment[
         notice,
-        div("#head", data_live="yes" if live and not content.ended else None)[head_node(content)],
+        div("#head", data_live="yes" if live and not content.ended else None)[build_head(content)],
         div("#controls")[controls] if controls else None,
-        div("#parts")[parts_node(content, address)],
+        div("#parts")[build_sections(content, address)],
     ]
 
 
-def problem(error: RequestError) -> Node:
+def build_problem_notice(error: HttpError) -> Node:
     """Why something is refused."""
     return div(".notice.bad", role="alert")[
-        p[_sentence(error.message)], p(".quiet")[_prose(error.hint)] if error.hint else None
+        p[_render_sentence(error.message)], p(".quiet")[_render_inline_code(error.hint)] if error.hint else None
     ]
 
 
-def refusal(error: RequestError) -> Node:
+def build_error_page(error: HttpError) -> Node:
     """A page that only says why there is no other."""
     return header(".top")[
         p(".eyebrow")[f"{error.status} · {error.slug}"],
-        h1[_sentence(error.message)],
-        p(".lead")[_prose(error.hint)] if error.hint else None,
+        h1[_render_sentence(error.message)],
+        p(".lead")[_render_inline_code(error.hint)] if error.hint else None,
         p[a(href="/")["To the overview"]],
     ]
 
 
-def still_working(title: str, seconds: float) -> Node:
+def build_pending_page(title: str, seconds: float) -> Node:
     """A page whose answer is not there yet."""
     return header(".top")[
         h1[title],
@@ -326,12 +330,12 @@ def still_working(title: str, seconds: float) -> Node:
     ]
 
 
-def sign_in(next_page: str, error: RequestError | None, *, expired: bool) -> Node:
+def build_sign_in_form(next_page: str, error: HttpError | None, *, expired: bool) -> Node:
     """The form by which one shows a token."""
     return div(".card")[
-        p(".mark")[_MARK, "Traceloom"],
+        p(".mark")[_LOGO, "Traceloom"],
         h1["Sign in"],
-        problem(error) if error else None,
+        build_problem_notice(error) if error else None,
         p(".quiet")["Your session has ended."] if expired and not error else None,
         form(method="post", action="/sign-in")[
             input_(type="hidden", name="next", value=next_page),
@@ -350,7 +354,7 @@ def sign_in(next_page: str, error: RequestError | None, *, expired: bool) -> Nod
     ]  # fmt: skip
 
 
-def local_path(address: str) -> str:
+def restrict_to_local_path(address: str) -> str:
     """An address of this service, without scheme and host; "/" for any other."""
     parts = urlsplit(address)
     is_ours = (
@@ -364,30 +368,30 @@ def format_value(node: Node) -> str:
     return sanitize(str(fragment[node]))
 
 
-def folded(key: str, words: str, inside: Node, *, is_open: bool) -> Node:
+def build_fold_out(key: str, button_text: str, content: Node, *, is_open: bool) -> Node:
     """A button that unfolds a form."""
-    return details(".fold-out", id=key, open=is_open or None)[summary(".primary")[words], div(".panel")[inside]]
+    return details(".fold-out", id=key, open=is_open or None)[summary(".primary")[button_text], div(".panel")[content]]
 
 
-def command(words: str) -> Node:
+def build_command(command: str) -> Node:
     """A command to be copied."""
-    return div(".command")[code[words], button(type="button", class_="copy", data_copy=words, hidden=True)["Copy"]]
+    return div(".command")[code[command], button(type="button", class_="copy", data_copy=command, hidden=True)["Copy"]]
 
 
-def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
-    shown = (page for page in pages if page.menu and may(token, page.role))
-    parts = groupby(shown, key=lambda page: page.menu)
+def _build_menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
+    menu_pages = (page for page in pages if page.menu and has_role(token, page.role))
+    parts = groupby(menu_pages, key=lambda page: page.menu)
     # The page at the address, and those from which it is reached
-    here = {path, *(path[:at] for at, sign in enumerate(path) if sign == "/" and at)}
+    current_paths = {path, *(path[:index] for index, sign in enumerate(path) if sign == "/" and index)}
     return nav(aria_label="Pages")[
-        p(".mark")[_MARK, "Traceloom"],
+        p(".mark")[_LOGO, "Traceloom"],
         div(".links")[
             (
                 div(".group")[
                     span(".group-name")[menu],
                     ul[
                         (
-                            li[a(href=page.path, aria_current="page" if page.path in here else None)[page.title]]
+                            li[a(href=page.path, aria_current="page" if page.path in current_paths else None)[page.title]]
                             for page in group
                         )
                     ],
@@ -399,46 +403,48 @@ def _menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
             span(".reader")[b[token.name], span(".quiet")[token.role]],
             button(
                 type="button", id="theme", aria_label="Switch the theme", title="Light or dark (t)"
-            )[_THEME],
+            )[_THEME_ICON],
             form(method="post", action="/sign-out")[button(type="submit", class_="quiet-button")["Sign out"]],
         ],
     ]  # fmt: skip
 
 
-def _sentence(text: str) -> Node:
-    return _prose(text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else "."))
+def _render_sentence(text: str) -> Node:
+    return _render_inline_code(text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else "."))
 
 
-def _prose(text: str) -> Node:
+def _render_inline_code(text: str) -> Node:
     """Text in which what stands between backticks is code."""
-    return [code[part] if at % 2 else part for at, part in enumerate(text.split("`"))]
+    return [code[part] if index % 2 else part for index, part in enumerate(text.split("`"))]
 
 
-def to_job(job: str) -> str:
+def build_job_url(job: str) -> str:
     """Of a job."""
     return f"/jobs/{quote(job)}"
 
 
-def to_host(host: str) -> str:
+def build_host_url(host: str) -> str:
     """Of a host."""
     return f"/hosts/{quote(host, safe='')}"
 
 
-def to_request(request: str) -> str:
+def build_request_url(request: str) -> str:
     """Of a request."""
     return f"/requests/{quote(request, safe='')}"
 
 
-def to_capture(capture: str) -> str:
+def build_capture_url(capture: str) -> str:
     """Of a capture."""
     return f"/captures/{quote(capture, safe='')}"
 
 
-MOST_RANKS = 65_536
-_RANKS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
+MAX_RANKS = 65_536
+_RANK_RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 
 
-def text_field(name: str, title: str, about: Node, *, value: str = "", kind: str = "text", **attributes: str) -> Node:
+def build_text_field(
+    name: str, title: str, hint: Node, *, value: str = "", kind: str = "text", **attributes: str
+) -> Node:
     """A field with its name and what belongs into it."""
     return div(".field")[
         label(for_=name)[title],
@@ -451,18 +457,18 @@ def text_field(name: str, title: str, about: Node, *, value: str = "", kind: str
             aria_describedby=f"{name}-about",
             **attributes,
         ),
-        p(".quiet", id=f"{name}-about")[about],
+        p(".quiet", id=f"{name}-about")[hint],
     ]
 
 
-def choices(
+def build_choices(
     name: str,
     title: str,
     options: Sequence[tuple[str, str]],
-    chosen: Sequence[str],
+    selected: Sequence[str],
     *,
     several: bool = False,
-    about: Node = None,
+    hint: Node = None,
 ) -> Node:
     """Some of few: one, or several; (value, what it is called)."""
     kind = "checkbox" if several else "radio"
@@ -470,27 +476,27 @@ def choices(
         legend[title],
         div(class_=["choices", "column" if several else ""])[
             (
-                label[input_(type=kind, name=name, value=value, checked=value in chosen or None), shown]
-                for value, shown in options
+                label[input_(type=kind, name=name, value=value, checked=value in selected or None), option_label]
+                for value, option_label in options
             )
         ],
-        p(".quiet")[about] if about else None,
+        p(".quiet")[hint] if hint else None,
     ]
 
 
-def sure(words: str, question: Node, hidden: dict[str, str]) -> Node:
+def build_confirm_button(button_text: str, question: Node, hidden: dict[str, str]) -> Node:
     """A button for what cannot be taken back: it asks once more."""
     return details(".sure")[
-        summary[f"{words} …"],
+        summary[f"{button_text} …"],
         form(method="post")[
             (input_(type="hidden", name=name, value=value) for name, value in hidden.items()),
             question,
-            button(".danger", type="submit")[words],
+            button(".danger", type="submit")[button_text],
         ],
     ]
 
 
-def ranks_of(text: str) -> tuple[int, ...]:
+def parse_ranks(text: str) -> tuple[int, ...]:
     """`0, 3, 8-11` as ranks; all where it is empty: ().
 
     Raises:
@@ -498,17 +504,17 @@ def ranks_of(text: str) -> tuple[int, ...]:
     """
     ranks: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
-        match = _RANKS.fullmatch(part)
+        match = _RANK_RANGE.fullmatch(part)
         if match is None:
-            raise wrong_request(f"`{part[:40]}` is no rank, as 0, 3, 8-11")
+            raise make_bad_request(f"`{part[:40]}` is no rank, as 0, 3, 8-11")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or len(ranks) + last - first >= MOST_RANKS:
-            raise wrong_request(f"`{part[:40]}` is no range of ranks, or too long a one")
+        if last < first or len(ranks) + last - first >= MAX_RANKS:
+            raise make_bad_request(f"`{part[:40]}` is no range of ranks, or too long a one")
         ranks.update(range(first, last + 1))
     return tuple(sorted(ranks))
 
 
-def number_of(text: str, what: str, kind: type[int | float]) -> float | None:
+def parse_positive_number(text: str, subject: str, kind: type[int | float]) -> float | None:
     """A number above 0; None where there is none.
 
     Raises:
@@ -521,5 +527,5 @@ def number_of(text: str, what: str, kind: type[int | float]) -> float | None:
     except ValueError:
         number = 0
     if not 0 < number < 1e9:
-        raise wrong_request(f"{what} is no number above 0: `{text[:40]}`")
+        raise make_bad_request(f"{subject} is no number above 0: `{text[:40]}`")
     return number

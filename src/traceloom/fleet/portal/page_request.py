@@ -11,25 +11,25 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from traceloom.fleet.handlers.captures import FleetAsked, may
+from traceloom.fleet.handlers.captures import FleetRequestContext, has_role
 from traceloom.fleet.questions.declaration import Question
-from traceloom.fleet.service.app import ROUTES, answered
+from traceloom.fleet.service.app import ROUTES, call_route
 from traceloom.fleet.store.captures import Role, TokenRecord
-from traceloom.server.access import body_of
-from traceloom.server.problem import wrong_request
-from traceloom.server.routing import parameters_as
+from traceloom.server.access import read_limited_body
+from traceloom.server.problem import make_bad_request
+from traceloom.server.routing import decode_query
 
 if TYPE_CHECKING:
     from starlette.types import Message
 
-    from traceloom.fleet.service.service import Service
+    from traceloom.fleet.service.service import FleetService
 
-A = TypeVar("A", bound=msgspec.Struct)
-FORM_BYTES = 64 << 10
-_ROUTES = {(route.method, route.path): route for route in ROUTES}
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
+MAX_FORM_BYTES = 64 << 10
+_ROUTES_BY_METHOD_AND_PATH = {(route.method, route.path): route for route in ROUTES}
 
 
-class Address:
+class PageUrl:
     """Where a page is: its path, and what stands behind the question mark, each name once."""
 
     def __init__(self, path: str, query: str) -> None:
@@ -42,12 +42,12 @@ class Address:
         return f"{self.path}?{urlencode(query)}" if query else self.path
 
     @property
-    def canonical(self) -> str:
+    def canonical_url(self) -> str:
         """The same for all orders of the parameters."""
         return f"{self.path}?{urlencode(sorted(self.query.items()))}"
 
 
-class Visit:
+class PageRequest:
     """A request for a page.
 
     Args:
@@ -61,46 +61,46 @@ class Visit:
         patience_s: How long it waits for all answers to questions; None: as long as programs do.
     """
 
-    patience_s: float | None = None
+    max_wait_s: float | None = None
 
     def __init__(
         self,
-        service: Service,
+        service: FleetService,
         token: TokenRecord,
-        address: Address,
-        names: Mapping[str, str],
+        url: PageUrl,
+        path_params: Mapping[str, str],
         form: Mapping[str, list[str]] | None = None,
     ) -> None:
-        self.service, self.token, self.address, self.names = service, token, address, names
+        self.service, self.token, self.address, self.names = service, token, url, path_params
         self.form = form or {}
 
     def may(self, role: Role) -> bool:
         """Whether the reader may do what needs a role."""
-        return may(self.token, role)
+        return has_role(self.token, role)
 
     def field(self, name: str) -> str:
         """A field of the form, without white space around it; "" where it is empty or not there."""
         return self.form.get(name, [""])[0].strip()
 
     async def answer(
-        self, kind: type[A], path: str, *, method: str = "GET", body: object = None,
-        query: Mapping[str, str] | None = None, **names: str,
-    ) -> A:  # fmt: skip
+        self, answer_type: type[AnswerT], path: str, *, method: str = "GET", body: object = None,
+        query: Mapping[str, str] | None = None, **path_params: str,
+    ) -> AnswerT:  # fmt: skip
         """What a route of the service answers to this reader.
 
         Args:
-            kind: Of the answer.
+            answer_type: Of the answer.
             path: The pattern of the route, as `/api/v1/captures/{id}`.
             method: Of HTTP.
             body: What is sent with it, as JSON.
             query: Its parameters.
-            names: The parts of its path.
+            path_params: The parts of its path.
 
         Raises:
             RequestError: It refuses.
         """
-        answer = await self._answer(path, method, body, query or {}, names)
-        assert isinstance(answer, kind)
+        answer = await self._call_route(path, method, body, query or {}, path_params)
+        assert isinstance(answer, answer_type)
         return answer
 
     async def question(self, question: Question, query: Mapping[str, str]) -> msgspec.Struct:
@@ -114,50 +114,54 @@ class Visit:
             RequestError: It refuses.
             StillWorkingError: The answer takes longer than the visit waits.
         """
-        if self.patience_s is None:
+        if self.max_wait_s is None:
             return await self.answer(question.answer, question.path, query=query)
         scope = {"type": "http", "headers": [], "query_string": urlencode(query).encode()}
-        asked = parameters_as(Request(scope), question.parameters)
-        begun_s = time.monotonic()
+        parameters = decode_query(Request(scope), question.parameters)
+        started_s = time.monotonic()
         try:
-            return await self.service.questions.ask_again(question, asked, self.patience_s)
+            return await self.service.questions.ask_again(question, parameters, self.max_wait_s)
         finally:
-            self.patience_s = max(0.0, self.patience_s - (time.monotonic() - begun_s))
+            self.max_wait_s = max(0.0, self.max_wait_s - (time.monotonic() - started_s))
 
-    async def response(self, path: str, **names: str) -> Response:
+    async def fetch_response(self, path: str, **path_params: str) -> Response:
         """The same of a route that answers with a file or a page.
 
         Raises:
             RequestError: It refuses.
         """
-        answer = await self._answer(path, "GET", None, {}, names)
+        answer = await self._call_route(path, "GET", None, {}, path_params)
         assert isinstance(answer, Response)
         return answer
 
-    async def _answer(
-        self, path: str, method: str, body: object, query: Mapping[str, str], names: Mapping[str, str]
+    async def _call_route(
+        self, path: str, method: str, body: object, query: Mapping[str, str], path_params: Mapping[str, str]
     ) -> msgspec.Struct | Response:
-        sent = b"" if body is None else msgspec.json.encode(body)
+        body_bytes = b"" if body is None else msgspec.json.encode(body)
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": sent, "more_body": False}
+            return {"type": "http.request", "body": body_bytes, "more_body": False}
 
-        where = path.replace(":path}", "}").format(**names)
+        url_path = path.replace(":path}", "}").format(**path_params)
         scope = {
-            "type": "http", "method": method, "path": where, "headers": [], "path_params": dict(names),
-            "query_string": urlencode(query).encode(), "state": {"token": self.token, "what": f"{method} {where}"},
+            "type": "http", "method": method, "path": url_path, "headers": [], "path_params": dict(path_params),
+            "query_string": urlencode(query).encode(), "state": {"token": self.token, "what": f"{method} {url_path}"},
         }  # fmt: skip
-        return await answered(_ROUTES[method, path], FleetAsked(self.service, Request(scope, receive)))
+        return await call_route(
+            _ROUTES_BY_METHOD_AND_PATH[method, path], FleetRequestContext(self.service, Request(scope, receive))
+        )
 
 
-async def form_of(request: Request) -> dict[str, list[str]]:
+async def read_form(request: Request) -> dict[str, list[str]]:
     """The fields of a form that was sent.
 
     Raises:
         RequestError: `too-large`, `wrong-request`.
     """
-    body = await body_of(request.stream(), request.headers.get("content-length", ""), FORM_BYTES, "send less")
+    body = await read_limited_body(
+        request.stream(), request.headers.get("content-length", ""), MAX_FORM_BYTES, "send less"
+    )
     try:
         return parse_qs(body.decode(), keep_blank_values=True, max_num_fields=1000)
     except ValueError as error:
-        raise wrong_request(f"no form: {error}") from error
+        raise make_bad_request(f"no form: {error}") from error

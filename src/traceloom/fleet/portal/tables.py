@@ -41,7 +41,7 @@ from htpy import (
     time as time_,
 )
 
-from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.page_request import PageUrl
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import Column
@@ -49,20 +49,20 @@ from traceloom.trace.frames import Column
 Cell = str | int | float | bool | None
 PageRow = Mapping[str, Cell]
 
-ONE_LINE = 36
+MAX_NOWRAP_CHARS = 36
 """Characters of a text that never wraps."""
-LEAF = 50
+ROWS_PER_PAGE = 50
 """Rows that are shown at once."""
-FILTER_FROM = 9
+MIN_ROWS_FOR_FILTER = 9
 """Rows from which on there is a filter; one over fewer is clutter."""
 
-_LOOKS = {
+_STATES_BY_CSS_CLASS = {
     "good": ("here", "done", "committed", "kept", "uploaded", "busy", "ready", "active", "fired", "like its peers"),
     "bad": ("lost", "failed", "quarantined", "silent", "not-allowed", "revoked", "expired", "slow"),
     "warn": ("partial", "unreachable", "never", "refused"),
     "still": ("cancelled", "free", "unallocated", "incomplete"),
 }
-_LOOK_OF = {state: look for look, states in _LOOKS.items() for state in states}
+_CSS_CLASS_BY_STATE = {state: look for look, states in _STATES_BY_CSS_CLASS.items() for state in states}
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class PageColumn:
     @property
     def numeric(self) -> bool:
         """Whether it stands to the right, and is sorted from the largest first."""
-        return self.kind in units.NUMBERS
+        return self.kind in units.NUMERIC_UNITS
 
 
-def declared(key: str, column: Column, link: Callable[[PageRow], str] | None = None) -> PageColumn:
+def convert_column(key: str, column: Column, link: Callable[[PageRow], str] | None = None) -> PageColumn:
     """A column of the fleet's tables or of a report, as it is declared there."""
     return PageColumn(key, column.title, column.unit, column.meaning, column.unknown, link)
 
@@ -114,16 +114,16 @@ class PageTable:
     rows: Sequence[PageRow]
     empty: Node = "There is nothing here."
 
-    def chosen(self, address: Address) -> list[PageRow]:
+    def chosen(self, url: PageUrl) -> list[PageRow]:
         """The rows that the filter leaves, as they are to be sorted; what is unknown stands last."""
-        wanted = address.query.get(f"{self.key}.q", "").casefold().split()
+        words = url.query.get(f"{self.key}.q", "").casefold().split()
         rows = list(self.rows)
-        if wanted:
+        if words:
             cells = ([row.get(column.key) for column in self.columns] for row in rows)
-            texts = [" ".join(str(cell) for cell in of if cell is not None).casefold() for of in cells]
-            rows = [row for row, text in zip(rows, texts, strict=True) if all(word in text for word in wanted)]
-        order = address.query.get(f"{self.key}.sort", "")
-        column = next((column for column in self.columns if column.key == order.removeprefix("-")), None)
+            texts = [" ".join(str(cell) for cell in row_cells if cell is not None).casefold() for row_cells in cells]
+            rows = [row for row, text in zip(rows, texts, strict=True) if all(word in text for word in words)]
+        sort_key = url.query.get(f"{self.key}.sort", "")
+        column = next((column for column in self.columns if column.key == sort_key.removeprefix("-")), None)
         if column is None:
             return rows
         present: list[tuple[tuple[bool, float, str], PageRow]] = []
@@ -136,121 +136,128 @@ class PageTable:
                 present.append(((True, 0.0, value.casefold()), row))
             else:
                 present.append(((False, float(value), ""), row))
-        present.sort(key=itemgetter(0), reverse=order.startswith("-"))
+        present.sort(key=itemgetter(0), reverse=sort_key.startswith("-"))
         return [row for _, row in present] + absent
 
-    def csv(self, address: Address) -> str:
+    def to_csv(self, url: PageUrl) -> str:
         """The chosen rows as CSV, exact; what a spreadsheet would take for a formula begins with an apostrophe."""
         out = io.StringIO()
         writer = csv.writer(out)
         writer.writerow([column.key for column in self.columns])
-        for row in self.chosen(address):
+        for row in self.chosen(url):
             cells = [row.get(column.key) for column in self.columns]
             writer.writerow([f"'{c}" if isinstance(c, str) and c[:1] in set("=+-@\t\r") else c for c in cells])
         return out.getvalue()
 
-    def json(self, address: Address) -> bytes:
+    def json(self, url: PageUrl) -> bytes:
         """The chosen rows as a list of objects."""
         keys = [column.key for column in self.columns]
-        return msgspec.json.encode([{key: row.get(key) for key in keys} for row in self.chosen(address)])
+        return msgspec.json.encode([{key: row.get(key) for key in keys} for row in self.chosen(url)])
 
-    def render(self, address: Address) -> Node:
+    def render(self, url: PageUrl) -> Node:
         """The table as it stands in the page."""
         if not self.rows:
             return div(".empty", id=self.key)[self.empty]
-        rows = self.chosen(address)
-        leaves = max(1, -(-len(rows) // LEAF))
-        asked = address.query.get(f"{self.key}.leaf", "")
-        leaf = max(1, min(int(asked[:9]), leaves)) if asked.isdecimal() else 1  # it may have thousands of digits
-        shown = rows[(leaf - 1) * LEAF : leaf * LEAF]
-        return figure(class_=["table", "narrow" if len(self._shown) <= 4 else ""], id=self.key)[
-            self._filter(address, len(rows)),
-            self._rows(shown, [self._head(address, column) for column in self._shown]),
+        rows = self.chosen(url)
+        page_count = max(1, -(-len(rows) // ROWS_PER_PAGE))
+        requested_page = url.query.get(f"{self.key}.leaf", "")
+        page_number = (
+            max(1, min(int(requested_page[:9]), page_count)) if requested_page.isdecimal() else 1
+        )  # it may have thousands of digits
+        page_rows = rows[(page_number - 1) * ROWS_PER_PAGE : page_number * ROWS_PER_PAGE]
+        return figure(class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key)[
+            self._render_filter(url, len(rows)),
+            self._rows(page_rows, [self._render_header(url, column) for column in self._visible_columns]),
             None if rows else p(".quiet")["No row has these words."],
             div(".foot")[
-                self._leaves(address, leaf, leaves, len(rows)) if leaves > 1 else None,
+                self._render_pagination(url, page_number, page_count, len(rows)) if page_count > 1 else None,
                 span(".downloads")[
                     (
                         a(
-                            href=address.changed({"table": self.key, "as": form}), download=f"{self.key}.{form}",
+                            href=url.changed({"table": self.key, "as": file_format}), download=f"{self.key}.{file_format}",
                             title="all rows that the filter leaves, exact",
-                        )[form.upper()]
-                        for form in ("csv", "json")
+                        )[file_format.upper()]
+                        for file_format in ("csv", "json")
                     )
                 ],
             ],
         ]  # fmt: skip
 
-    def alone(self) -> Node:
+    def render_static(self) -> Node:
         """All rows as they are, of what has no address by which they could be sorted, filtered or downloaded."""
         if not self.rows:
             return p(".quiet")[self.empty]
-        heads = [th(class_="n" if c.numeric else None, scope="col", title=c.hint or None)[c.title] for c in self._shown]
-        return figure(class_=["table", "narrow" if len(self._shown) <= 4 else ""], id=self.key)[
-            self._rows(self.rows, heads)
+        headers = [
+            th(class_="n" if c.numeric else None, scope="col", title=c.hint or None)[c.title]
+            for c in self._visible_columns
+        ]
+        return figure(class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key)[
+            self._rows(self.rows, headers)
         ]
 
     @property
-    def _shown(self) -> list[PageColumn]:
+    def _visible_columns(self) -> list[PageColumn]:
         """A column that says nothing of any row is left out; who downloads the table has it."""
         return [
             c for k, c in enumerate(self.columns) if not k or any(r.get(c.key) not in (None, "") for r in self.rows)
         ]
 
-    def _rows(self, rows: Sequence[PageRow], heads: Sequence[Node]) -> Node:
+    def _rows(self, rows: Sequence[PageRow], headers: Sequence[Node]) -> Node:
         return div(".scroll", tabindex="0", role="region", aria_label=f"Table: {self.label}")[
             table_[
                 caption(".unseen")[self.label],
-                thead[tr[heads]],
-                tbody[(tr[(_cell(column, row) for column in self._shown)] for row in rows)],
+                thead[tr[headers]],
+                tbody[(tr[(_render_cell(column, row) for column in self._visible_columns)] for row in rows)],
             ]
         ]
 
-    def _filter(self, address: Address, chosen: int) -> Node:
-        words = address.query.get(f"{self.key}.q", "")
-        if len(self.rows) < FILTER_FROM and not words:
+    def _render_filter(self, url: PageUrl, match_count: int) -> Node:
+        filter_text = url.query.get(f"{self.key}.q", "")
+        if len(self.rows) < MIN_ROWS_FOR_FILTER and not filter_text:
             return None
-        kept = {
-            name: value for name, value in address.query.items() if name not in {f"{self.key}.q", f"{self.key}.leaf"}
+        other_parameters = {
+            name: value for name, value in url.query.items() if name not in {f"{self.key}.q", f"{self.key}.leaf"}
         }
-        return form(".filter", role="search", method="get", action=address.path, aria_label=f"Filter: {self.label}")[
-            (input_(type="hidden", name=name, value=value) for name, value in kept.items()),
+        return form(".filter", role="search", method="get", action=url.path, aria_label=f"Filter: {self.label}")[
+            (input_(type="hidden", name=name, value=value) for name, value in other_parameters.items()),
             input_(
-                type="search", name=f"{self.key}.q", value=words, id=f"{self.key}-q", autocomplete="off",
-                placeholder=f"Filter {units.count(len(self.rows))} rows", aria_label=f"Filter: {self.label}",
+                type="search", name=f"{self.key}.q", value=filter_text, id=f"{self.key}-q", autocomplete="off",
+                placeholder=f"Filter {units.format_count(len(self.rows))} rows", aria_label=f"Filter: {self.label}",
                 spellcheck="false",
             ),
             button(".unseen", type="submit")["Filter"],
-            span(".count", role="status")[f"{units.count(chosen)} of {units.count(len(self.rows))}" if words else ""],
+            span(".count", role="status")[f"{units.format_count(match_count)} of {units.format_count(len(self.rows))}" if filter_text else ""],
         ]  # fmt: skip
 
-    def _head(self, address: Address, column: PageColumn) -> Node:
-        now = address.query.get(f"{self.key}.sort", "")
-        first = f"-{column.key}" if column.numeric or column.kind == "instant" else column.key
-        other = column.key if first.startswith("-") else f"-{column.key}"
-        after = {first: other, other: ""}.get(now, first)  # the third click gives the first order back
-        way = {column.key: "ascending", f"-{column.key}": "descending"}.get(now)
-        href = address.changed({f"{self.key}.sort": after, f"{self.key}.leaf": ""})
-        return th(class_="n" if column.numeric else None, scope="col", aria_sort=way, title=column.hint or None)[
+    def _render_header(self, url: PageUrl, column: PageColumn) -> Node:
+        current_order = url.query.get(f"{self.key}.sort", "")
+        default_order = f"-{column.key}" if column.numeric or column.kind == "instant" else column.key
+        reverse_order = column.key if default_order.startswith("-") else f"-{column.key}"
+        next_order = {default_order: reverse_order, reverse_order: ""}.get(
+            current_order, default_order
+        )  # the third click gives the first order back
+        direction = {column.key: "ascending", f"-{column.key}": "descending"}.get(current_order)
+        href = url.changed({f"{self.key}.sort": next_order, f"{self.key}.leaf": ""})
+        return th(class_="n" if column.numeric else None, scope="col", aria_sort=direction, title=column.hint or None)[
             a(href=href, rel="nofollow")[column.title]
         ]
 
-    def _leaves(self, address: Address, leaf: int, leaves: int, rows: int) -> Node:
-        def to(other: int, words: str) -> Node:
-            if not 1 <= other <= leaves:
-                return span(".quiet", aria_disabled="true")[words]
-            return a(href=address.changed({f"{self.key}.leaf": str(other)}))[words]
+    def _render_pagination(self, url: PageUrl, page_number: int, page_count: int, row_count: int) -> Node:
+        def to(other: int, link_text: str) -> Node:
+            if not 1 <= other <= page_count:
+                return span(".quiet", aria_disabled="true")[link_text]
+            return a(href=url.changed({f"{self.key}.leaf": str(other)}))[link_text]
 
         return nav(".leaves", aria_label=f"Leaves: {self.label}")[
-            to(leaf - 1, "Previous"),
+            to(page_number - 1, "Previous"),
             span[
-                f"{units.count((leaf - 1) * LEAF + 1)} to {units.count(min(leaf * LEAF, rows))} of {units.count(rows)}"
+                f"{units.format_count((page_number - 1) * ROWS_PER_PAGE + 1)} to {units.format_count(min(page_number * ROWS_PER_PAGE, row_count))} of {units.format_count(row_count)}"
             ],
-            to(leaf + 1, "Next"),
+            to(page_number + 1, "Next"),
         ]
 
 
-def instant(time_ns: int) -> Node:
+def render_time(time_ns: int) -> Node:
     """A Unix time in ns; the script writes it in the reader's zone."""
     try:
         when = datetime.fromtimestamp(time_ns / 1e9, timezone.utc)
@@ -261,31 +268,39 @@ def instant(time_ns: int) -> Node:
     ]
 
 
-def state_mark(state: str) -> Node:
+def render_state(state: str) -> Node:
     """How far something is, as a coloured dot and a word."""
-    return span(class_=["state", _LOOK_OF.get(state, "")])[state]
+    return span(class_=["state", _CSS_CLASS_BY_STATE.get(state, "")])[state]
 
 
-def unknown(reason: str) -> Node:
+def render_missing_value(reason: str) -> Node:
     """Instead of a value that is not known."""
     return span(".none", title=reason or "not known")["–"]
 
 
-def _cell(column: PageColumn, row: PageRow) -> Node:
+def _render_cell(column: PageColumn, row: PageRow) -> Node:
     value = row.get(column.key)
     if value is None or value == "":
-        return td(class_="n" if column.numeric else "s")[unknown(column.unknown)]
-    shown: Node
+        return td(class_="n" if column.numeric else "s")[render_missing_value(column.unknown)]
+    content: Node
     title = None
     if column.kind == "instant":
-        shown = instant(int(value))
+        content = render_time(int(value))
     elif column.kind == "state":
-        shown = state_mark(str(value))
+        content = render_state(str(value))
     elif column.numeric:
-        shown, title = units.format_value(value, column.kind), str(value)
+        content, title = units.format_value(value, column.kind), str(value)
     else:
-        shown = sanitize(str(value))
+        content = sanitize(str(value))
     if column.link is not None and (href := column.link(row)):
-        shown = a(href=href)[shown]
-    look = "n" if column.numeric else "name" if column.kind == "name" else "s" if len(str(value)) <= ONE_LINE else None
-    return td(class_=look, title=title)[shown]
+        content = a(href=href)[content]
+    css_class = (
+        "n"
+        if column.numeric
+        else "name"
+        if column.kind == "name"
+        else "s"
+        if len(str(value)) <= MAX_NOWRAP_CHARS
+        else None
+    )
+    return td(class_=css_class, title=title)[content]

@@ -13,21 +13,21 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from traceloom.errors import UsageError
-from traceloom.fleet.questions.declaration import Asking, Period, Question, QuestionFrames
-from traceloom.fleet.rules import prices_of, rules_of
-from traceloom.fleet.store.captures import State
-from traceloom.fleet.store.rules import KeptDocument
+from traceloom.fleet.questions.declaration import Period, Question, QuestionFrames, TimeQuery
+from traceloom.fleet.rules import parse_prices, parse_rules
+from traceloom.fleet.store.captures import ServiceState
+from traceloom.fleet.store.rules import StoredDocument
 from traceloom.fleet.store.tables import Tables
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 T = TypeVar("T")
 
-MOST_AT_ONCE = 2
+MAX_CONCURRENT = 2
 """Answers of a sort that are worked out at the same time; those of the store keep all cores busy."""
 
 
 @dataclass(slots=True)
-class _RecentAnswer(Generic[T]):
+class _CachedAnswer(Generic[T]):
     """An answer that is worked out or was; `basis`: what it was made of, None: unknown; `at`: when, in seconds."""
 
     basis: Hashable
@@ -35,7 +35,7 @@ class _RecentAnswer(Generic[T]):
     at: float = 0.0
 
 
-class RecentAnswers(Generic[T]):
+class AnswerCache(Generic[T]):
     """Keeps the last answers. Different questions do not wait for each other, as long as few are asked at once.
 
     Args:
@@ -43,10 +43,10 @@ class RecentAnswers(Generic[T]):
         clock: Seconds.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self.clock = most, clock
-        self._lock, self._room = threading.Lock(), threading.BoundedSemaphore(MOST_AT_ONCE)
-        self._kept: dict[Hashable, _RecentAnswer[T]] = {}  # the one that was not asked for longest is first
+    def __init__(self, max_entries: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self.clock = max_entries, clock
+        self._lock, self._room = threading.Lock(), threading.BoundedSemaphore(MAX_CONCURRENT)
+        self._kept: dict[Hashable, _CachedAnswer[T]] = {}  # the one that was not asked for longest is first
 
     def get(
         self, question: Hashable, work_out: Callable[[], T], *, basis: Hashable = None, seconds: float = 0.0
@@ -60,18 +60,18 @@ class RecentAnswers(Generic[T]):
             seconds: An answer of another basis does too while it is not older.
         """
         with self._lock:
-            kept = self._kept.pop(question, None)
-            if kept is None:
+            cached = self._kept.pop(question, None)
+            if cached is None:
                 is_new = True
-            elif basis is not None and kept.basis == basis:
+            elif basis is not None and cached.basis == basis:
                 is_new = False
-            elif kept.answer.done():
-                is_new = self.clock() - kept.at >= seconds
+            elif cached.answer.done():
+                is_new = self.clock() - cached.at >= seconds
             else:  # whoever takes an older answer takes one that is only being made
                 is_new = seconds <= 0
-            if kept is None or is_new:
-                kept = _RecentAnswer(basis, Future())
-            self._kept[question] = kept
+            if cached is None or is_new:
+                cached = _CachedAnswer(basis, Future())
+            self._kept[question] = cached
             if len(self._kept) > self.most:
                 del self._kept[next(iter(self._kept))]
         if is_new:
@@ -80,23 +80,23 @@ class RecentAnswers(Generic[T]):
                     answer = work_out()
             except BaseException as error:
                 with self._lock:
-                    if self._kept.get(question) is kept:
+                    if self._kept.get(question) is cached:
                         del self._kept[question]
-                kept.answer.set_exception(error)
+                cached.answer.set_exception(error)
                 raise
-            kept.at = self.clock()
-            kept.answer.set_result(answer)
-        return kept.answer.result()
+            cached.at = self.clock()
+            cached.answer.set_result(answer)
+        return cached.answer.result()
 
 
-MOST_WAITING = 32
-MOST_SECONDS = 60.0
+MAX_WAITING = 32
+MAX_SECONDS = 60.0
 LATE_S = 60.0
 """How long an answer that somebody would not wait for is kept for them, though tables change meanwhile."""
-_MOST_KEPT = 128  # answers, of the last tables
+_MAX_CACHED = 128  # answers, of the last tables
 
 
-class StillWorkingError(Exception):
+class AnswerPendingError(Exception):
     """An answer is not there yet; it is worked out all the same.
 
     Args:
@@ -108,7 +108,7 @@ class StillWorkingError(Exception):
         self.seconds = seconds
 
 
-class QuestionDesk:
+class QueryService:
     """Answers questions to tables.
 
     Args:
@@ -119,38 +119,38 @@ class QuestionDesk:
     """
 
     def __init__(
-        self, tables: Tables, state: State, clock: Callable[[], int] = time.time_ns, seconds: float = MOST_SECONDS
+        self, tables: Tables, state: ServiceState, clock: Callable[[], int] = time.time_ns, seconds: float = MAX_SECONDS
     ) -> None:
         self.tables, self.state, self.clock, self.seconds = tables, state, clock, seconds
-        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="traceloom-question")
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT, thread_name_prefix="traceloom-question")
         self._waiting = 0
-        self._kept = RecentAnswers[msgspec.Struct](_MOST_KEPT)
-        self._late: dict[tuple[str, Asking], tuple[float, asyncio.Future[msgspec.Struct]]] = {}
+        self._kept = AnswerCache[msgspec.Struct](_MAX_CACHED)
+        self._late: dict[tuple[str, TimeQuery], tuple[float, asyncio.Future[msgspec.Struct]]] = {}
 
-    async def ask(self, question: Question, asked: Asking, *, seconds: float = 0.0) -> msgspec.Struct:
+    async def ask(self, question: Question, query: TimeQuery, *, seconds: float = 0.0) -> msgspec.Struct:
         """The answer; one that was given before is given again until its tables change; errors as of `work`.
 
         Args:
             question: The question.
-            asked: What of it.
+            query: What of it.
             seconds: So old an answer may be, though its tables changed since.
         """
-        return await self.work(lambda: self._answer(question, asked, seconds))
+        return await self.work(lambda: self._answer(question, query, seconds))
 
-    async def ask_again(self, question: Question, asked: Asking, patience_s: float) -> msgspec.Struct:
+    async def ask_again(self, question: Question, query: TimeQuery, patience_s: float) -> msgspec.Struct:
         """The same for who asks again and again until the answer is there; errors as of `work`.
 
         Args:
             question: The question.
-            asked: What of it.
+            query: What of it.
             patience_s: So long this time.
 
         Raises:
             StillWorkingError: It takes longer.
         """
-        key, loop = (question.name, asked), asyncio.get_running_loop()
+        key, loop = (question.name, query), asyncio.get_running_loop()
         begun_s, working = self._late.get(key) or (
-            loop.time(), self._begin(lambda: self._answer(question, asked, 0.0))
+            loop.time(), self._begin(lambda: self._answer(question, query, 0.0))
         )  # fmt: skip
         await asyncio.wait({working}, timeout=patience_s)
         if working.done():
@@ -158,7 +158,7 @@ class QuestionDesk:
         if key not in self._late:
             self._late[key] = (begun_s, working)
             working.add_done_callback(lambda _: loop.call_later(LATE_S, self._late.pop, key))
-        raise StillWorkingError(loop.time() - begun_s)
+        raise AnswerPendingError(loop.time() - begun_s)
 
     async def work(self, compute: Callable[[], T]) -> T:
         """Have something computed in a thread.
@@ -169,22 +169,22 @@ class QuestionDesk:
         """
         return await self._answer_of(self._begin(compute))
 
-    def frames(self, asked: Asking) -> QuestionFrames:
+    def frames(self, query: TimeQuery) -> QuestionFrames:
         """The rows that are asked for, by the rules and prices of now. It blocks.
 
         Raises:
             RequestError: `wrong-request`.
         """
-        period = Period.of(asked, self.clock())
-        return self._frames(asked, period, self.state.document("owners"), self.state.document("prices"))
+        period = Period.of(query, self.clock())
+        return self._frames(query, period, self.state.document("owners"), self.state.document("prices"))
 
     def close(self) -> None:
         """Take no more questions."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, compute: Callable[[], T]) -> asyncio.Future[T]:
-        if self._waiting >= MOST_WAITING:
-            raise RequestError(503, "too many questions are asked at once", slug="busy", retry_s=5)
+        if self._waiting >= MAX_WAITING:
+            raise HttpError(503, "too many questions are asked at once", slug="busy", retry_s=5)
         self._waiting += 1
         working = asyncio.get_running_loop().run_in_executor(self._threads, compute)
         working.add_done_callback(self._ended)
@@ -194,12 +194,12 @@ class QuestionDesk:
         try:
             return await asyncio.wait_for(asyncio.shield(working), self.seconds)
         except (asyncio.TimeoutError, TimeoutError) as error:
-            raise RequestError(
+            raise HttpError(
                 503, f"the answer takes more than {self.seconds:g} s", slug="slow-question",
                 hint="ask for less time, fewer jobs or fewer dimensions", retry_s=60,
             ) from error  # fmt: skip
         except UsageError as error:
-            raise RequestError(400, error.message, slug=error.slug, hint=error.hint) from error
+            raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
 
     def _ended(self, working: asyncio.Future[Any]) -> None:
         self._waiting -= 1
@@ -207,17 +207,17 @@ class QuestionDesk:
             working.exception()  # whoever asked may be gone
 
     def _frames(
-        self, asked: Asking, period: Period, owners: KeptDocument | None, prices: KeptDocument | None
+        self, query: TimeQuery, period: Period, owners: StoredDocument | None, prices: StoredDocument | None
     ) -> QuestionFrames:
-        rules = rules_of(owners.document) if owners else ()
-        return QuestionFrames(self.tables, asked, period, rules, prices_of(prices.document) if prices else None)
+        rules = parse_rules(owners.document) if owners else ()
+        return QuestionFrames(self.tables, query, period, rules, parse_prices(prices.document) if prices else None)
 
-    def _answer(self, question: Question, asked: Asking, seconds: float) -> msgspec.Struct:
-        period = Period.of(asked, self.clock())
+    def _answer(self, question: Question, query: TimeQuery, seconds: float) -> msgspec.Struct:
+        period = Period.of(query, self.clock())
         documents = self.state.document("owners"), self.state.document("prices")
         versions = tuple(self.tables.version(name) for name in question.reads)
         return self._kept.get(
-            msgspec.json.encode((question.name, period, asked)),
-            lambda: question.ask(self._frames(asked, period, *documents), asked),
-            basis=(versions, *(each and each.version for each in documents)), seconds=seconds,
+            msgspec.json.encode((question.name, period, query)),
+            lambda: question.ask(self._frames(query, period, *documents), query),
+            basis=(versions, *(document and document.version for document in documents)), seconds=seconds,
         )  # fmt: skip

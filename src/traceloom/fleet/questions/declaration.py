@@ -11,27 +11,27 @@ import msgspec
 import polars as pl
 from msgspec import Meta
 
-from traceloom.fleet.analyses.attribution import UNATTRIBUTED, fits, periods
+from traceloom.fleet.analyses.attribution import UNATTRIBUTED, compute_ownership_periods, match_pattern
 from traceloom.fleet.rules import EARLIEST, LATEST, OwnerRule, Prices
-from traceloom.fleet.store.schema import DIMENSIONS, UNALLOCATED, UNREACHABLE, day_of
+from traceloom.fleet.store.schema import DIMENSIONS, UNALLOCATED, UNREACHABLE, get_utc_day
 from traceloom.fleet.store.tables import Tables
-from traceloom.server.problem import HttpAnswer, wrong_request
-from traceloom.server.routing import moment
-from traceloom.system.text import WORD_OR_NONE, WORDS
+from traceloom.server.problem import HttpResponseBody, make_bad_request
+from traceloom.server.routing import parse_time
+from traceloom.system.text import OPTIONAL_WORD, WORD_LIST
 from traceloom.trace.frames import Column, Result
 
 HOUR_NS = 3_600_000_000_000
 DAY_NS = 24 * HOUR_NS
-_LONG_NS = 2 * DAY_NS
+_MIN_DAYS_RANGE_NS = 2 * DAY_NS
 
 Instant = Annotated[str, Meta(max_length=40)]
 
 
-def _pattern(text: str) -> Meta:
+def _build_pattern_meta(text: str) -> Meta:
     return Meta(max_length=500, description=f"only {text}; `*` and `?` stand for any signs")
 
 
-class Asking(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+class TimeQuery(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     """A range of time, and filters. Ranges of two days and more begin at midnight in UTC, others at a full hour."""
 
     since: Annotated[
@@ -39,15 +39,15 @@ class Asking(HttpAnswer, frozen=True, forbid_unknown_fields=True):
                       "2026-11-01T12:00")
     ] = "30d"  # fmt: skip
     until: Annotated[Instant, Meta(description="until when; the same (default: now)")] = ""
-    job: Annotated[str, _pattern("these jobs")] = ""
-    user: Annotated[str, _pattern("jobs of these users")] = ""
-    division: Annotated[str, _pattern("jobs of these divisions")] = ""
-    product: Annotated[str, _pattern("jobs for these products")] = ""
-    application: Annotated[str, _pattern("jobs of this sort of work")] = ""
-    model: Annotated[str, _pattern("jobs that train or serve these models")] = ""
-    framework: Annotated[str, _pattern("jobs on these frameworks")] = ""
-    device_model: Annotated[str, _pattern("devices of these models")] = ""
-    host: Annotated[str, _pattern("these hosts")] = ""
+    job: Annotated[str, _build_pattern_meta("these jobs")] = ""
+    user: Annotated[str, _build_pattern_meta("jobs of these users")] = ""
+    division: Annotated[str, _build_pattern_meta("jobs of these divisions")] = ""
+    product: Annotated[str, _build_pattern_meta("jobs for these products")] = ""
+    application: Annotated[str, _build_pattern_meta("jobs of this sort of work")] = ""
+    model: Annotated[str, _build_pattern_meta("jobs that train or serve these models")] = ""
+    framework: Annotated[str, _build_pattern_meta("jobs on these frameworks")] = ""
+    device_model: Annotated[str, _build_pattern_meta("devices of these models")] = ""
+    host: Annotated[str, _build_pattern_meta("these hosts")] = ""
 
     @property
     def of_jobs(self) -> dict[str, str]:
@@ -55,45 +55,45 @@ class Asking(HttpAnswer, frozen=True, forbid_unknown_fields=True):
         return {name: pattern for name in ("job", *DIMENSIONS) if (pattern := getattr(self, name))}
 
 
-class Paged(Asking, frozen=True):
+class PagedQuery(TimeQuery, frozen=True):
     """The same, and which rows of the answer, which has `more` where these are not the last."""
 
     top: Annotated[int, Meta(ge=1, le=1000, description="so many rows")] = 20
     skip: Annotated[int, Meta(ge=0, le=100_000, description="leave out so many rows before them")] = 0
 
 
-class KernelsAsking(Paged, frozen=True):
+class TopKernelsQuery(PagedQuery, frozen=True):
     """A range of time, filters, and how kernels are ranked."""
 
-    kernel: Annotated[str, _pattern("these kernels")] = ""
+    kernel: Annotated[str, _build_pattern_meta("these kernels")] = ""
     sort: Annotated[
         Literal["time", "cycles"], Meta(description="by GPU time, or by cycles: time at the clock of the device")
     ] = "time"
 
 
-class OfKernels(Paged, frozen=True):
+class KernelFilterQuery(PagedQuery, frozen=True):
     """A range of time, and filters, of kernels too."""
 
-    kernel: Annotated[str, _pattern("these kernels")] = ""
+    kernel: Annotated[str, _build_pattern_meta("these kernels")] = ""
 
 
-class HistoryAsking(Asking, frozen=True, kw_only=True):
+class KernelHistoryQuery(TimeQuery, frozen=True, kw_only=True):
     """Of one kernel by its whole name: of these shapes and model of device; without them over all of them."""
 
     kernel: Annotated[str, Meta(min_length=1, max_length=2000, description="the name of the kernel")]
     shapes: Annotated[str, Meta(max_length=2000, description="shapes of its inputs, as JSON text")] = ""
 
 
-class DividedAsking(Paged, frozen=True):
+class GroupedQuery(PagedQuery, frozen=True):
     """A range of time, filters, and by what GPU time is divided, outermost first."""
 
-    kernel: Annotated[str, _pattern("these kernels")] = ""
+    kernel: Annotated[str, _build_pattern_meta("these kernels")] = ""
     by: Annotated[
-        str, Meta(pattern=WORDS, description="by what, outermost first: kind, bound, kernel, job, division")
+        str, Meta(pattern=WORD_LIST, description="by what, outermost first: kind, bound, kernel, job, division")
     ] = "kind"
 
 
-class AttributionAsking(Asking, frozen=True):
+class AttributionQuery(TimeQuery, frozen=True):
     """A range of time, filters, and by what device time is divided, outermost first; `over`: told apart by hour or day.
 
     `top`: so many parts of each part, the largest; the others are one part, so that all levels have the same sum.
@@ -101,28 +101,32 @@ class AttributionAsking(Asking, frozen=True):
 
     by: Annotated[
         str,
-        Meta(pattern=WORDS, description="by what, outermost first: division, product, user, job, host, device_model"),
+        Meta(
+            pattern=WORD_LIST, description="by what, outermost first: division, product, user, job, host, device_model"
+        ),
     ] = "division,product,user"
     over: Annotated[Literal["", "hour", "day"], Meta(description="tell hours or days apart, for a curve")] = ""
     top: Annotated[int, Meta(ge=1, le=100, description="so many parts of each part; the others are one")] = 20
 
 
-class ToplineAsking(Paged, frozen=True):
+class ToplineQuery(PagedQuery, frozen=True):
     """A range of time, filters, and what a row is of; `by` "": everything in one row."""
 
-    by: Annotated[str, Meta(pattern=WORD_OR_NONE, description="what a row is of: model, job, user, host")] = ""
+    by: Annotated[str, Meta(pattern=OPTIONAL_WORD, description="what a row is of: model, job, user, host")] = ""
 
 
-class InvestAsking(Paged, frozen=True):
+class InvestmentQuery(PagedQuery, frozen=True):
     """A range of time, filters, and by what savings are divided, outermost first."""
 
-    by: Annotated[str, Meta(pattern=WORDS, description="by what, outermost first: rule, job, division, user")] = "rule"
+    by: Annotated[str, Meta(pattern=WORD_LIST, description="by what, outermost first: rule, job, division, user")] = (
+        "rule"
+    )
 
 
-class RulesAsking(Paged, frozen=True):
+class RuleQuery(PagedQuery, frozen=True):
     """A range of time, filters, and of which rule."""
 
-    rule: Annotated[str, _pattern("findings of these rules")] = ""
+    rule: Annotated[str, _build_pattern_meta("findings of these rules")] = ""
 
 
 class Period(NamedTuple):
@@ -133,21 +137,21 @@ class Period(NamedTuple):
     open: bool
 
     @classmethod
-    def of(cls, asked: Asking, now_ns: int) -> Period:
+    def of(cls, query: TimeQuery, now_ns: int) -> Period:
         """The range that is asked about.
 
         Raises:
             RequestError: `wrong-request`: no times, or the end is before the beginning.
         """
-        since_ns = moment(asked.since, now_ns)
-        until_ns = moment(asked.until, now_ns) if asked.until else now_ns
+        since_ns = parse_time(query.since, now_ns)
+        until_ns = parse_time(query.until, now_ns) if query.until else now_ns
         if since_ns >= until_ns:
-            raise wrong_request("`until` is before `since`")
-        since_ns -= since_ns % (DAY_NS if until_ns - since_ns >= _LONG_NS else HOUR_NS)
-        return cls(since_ns, -(-until_ns // HOUR_NS) * HOUR_NS, not asked.until)
+            raise make_bad_request("`until` is before `since`")
+        since_ns -= since_ns % (DAY_NS if until_ns - since_ns >= _MIN_DAYS_RANGE_NS else HOUR_NS)
+        return cls(since_ns, -(-until_ns // HOUR_NS) * HOUR_NS, not query.until)
 
 
-def described(parameters: type[msgspec.Struct]) -> dict[str, dict[str, object]]:
+def describe_parameters(parameters: type[msgspec.Struct]) -> dict[str, dict[str, object]]:
     """Parameter -> its JSON schema, with its description and, where it has one, its default."""
     return {
         field.name: msgspec.json.schema(field.type) | ({} if field.required else {"default": field.default})
@@ -167,12 +171,12 @@ class QuestionFrames:
     """
 
     def __init__(
-        self, tables: Tables, asked: Asking, period: Period, rules: Sequence[OwnerRule] = (),
+        self, tables: Tables, query: TimeQuery, period: Period, rules: Sequence[OwnerRule] = (),
         prices: Prices | None = None,
     ) -> None:  # fmt: skip
-        self.tables, self.asked, self.period, self.rules, self.prices = tables, asked, period, rules, prices
-        self._first = day_of(period.since_ns)
-        self._last = None if period.open else day_of(period.until_ns - 1)
+        self.tables, self.asked, self.period, self.rules, self.prices = tables, query, period, rules, prices
+        self._first = get_utc_day(period.since_ns)
+        self._last = None if period.open else get_utc_day(period.until_ns - 1)
 
     @cached_property
     def owned(self) -> pl.DataFrame:
@@ -181,7 +185,7 @@ class QuestionFrames:
 
     def owned_by(self, rules: Sequence[OwnerRule]) -> pl.DataFrame:
         """The same by other rules."""
-        return periods(self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules)
+        return compute_ownership_periods(self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules)
 
     @cached_property
     def captures(self) -> pl.LazyFrame:
@@ -202,9 +206,9 @@ class QuestionFrames:
         """Kernels in these captures, on the hosts and devices that are asked for."""
         kernels = self.tables.scan("kernels", self._first, self._last)
         if kernel := getattr(self.asked, "kernel", ""):
-            kernels = kernels.filter(fits(pl.col("kernel"), kernel))
+            kernels = kernels.filter(match_pattern(pl.col("kernel"), kernel))
         if self.asked.device_model:
-            kernels = kernels.filter(fits(pl.col("device_model"), self.asked.device_model))
+            kernels = kernels.filter(match_pattern(pl.col("device_model"), self.asked.device_model))
         if self.asked.host:
             kernels = kernels.join(self._devices, on=["capture", "rank"], how="semi", nulls_equal=True)
         return self._of_captures(kernels)
@@ -229,7 +233,7 @@ class QuestionFrames:
     def _of_places(self, rows: pl.LazyFrame) -> pl.LazyFrame:
         for name, pattern in (("device_model", self.asked.device_model), ("host", self.asked.host)):
             if pattern:
-                rows = rows.filter(fits(pl.col(name), pattern))
+                rows = rows.filter(match_pattern(pl.col(name), pattern))
         return rows
 
     def _within(self, rows: pl.LazyFrame, time: str) -> pl.LazyFrame:
@@ -241,41 +245,43 @@ class QuestionFrames:
         return rows
 
     def _of_captures(self, rows: pl.LazyFrame) -> pl.LazyFrame:
-        whole_days = not self.period.since_ns % DAY_NS and (self.period.open or not self.period.until_ns % DAY_NS)
-        if whole_days and not (self.asked.of_jobs or self.asked.host or self.asked.device_model):
+        covers_whole_days = not self.period.since_ns % DAY_NS and (
+            self.period.open or not self.period.until_ns % DAY_NS
+        )
+        if covers_whole_days and not (self.asked.of_jobs or self.asked.host or self.asked.device_model):
             return rows
         return rows.join(self.captures.select("capture"), on="capture", how="semi")
 
     def _of_jobs(self, rows: pl.LazyFrame, time: str) -> pl.LazyFrame:
         """Rows whose job has the name, and at the row's time the owners, that are asked for."""
-        wanted = dict(self.asked.of_jobs)
-        if job := wanted.pop("job", ""):
-            rows = rows.filter(fits(pl.col("job"), job))
-        if not wanted:
+        job_filters = dict(self.asked.of_jobs)
+        if job := job_filters.pop("job", ""):
+            rows = rows.filter(match_pattern(pl.col("job"), job))
+        if not job_filters:
             return rows
         until = pl.col("from_ns").shift(-1).over("job").fill_null(LATEST)
-        said = self.owned.lazy().select("job", "from_ns", *wanted, until_ns=until)
+        ownership = self.owned.lazy().select("job", "from_ns", *job_filters, until_ns=until)
         columns = rows.collect_schema().names()
         # a job of which nobody says anything is nobody's at all times
-        dated = rows.join(said, on="job", how="left").filter(
+        dated = rows.join(ownership, on="job", how="left").filter(
             pl.col(time).is_between(
                 pl.col("from_ns").fill_null(EARLIEST), pl.col("until_ns").fill_null(LATEST), closed="left"
             ),
-            *(fits(pl.col(name).fill_null(UNATTRIBUTED), pattern) for name, pattern in wanted.items()),
+            *(match_pattern(pl.col(name).fill_null(UNATTRIBUTED), pattern) for name, pattern in job_filters.items()),
         )
         return dated.select(columns)
 
 
-MOST_ROWS = 5_000
+MAX_ROWS = 5_000
 """Of a table in an answer, unless it is paged."""
 
-_OF_UNIT: Mapping[str, Any] = {
+_UNIT_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("text", "name"), str | None),
     **dict.fromkeys(("count", "bytes"), int | None),
     # a mean time is no whole number of ns
     "time": int | float | None,
 }
-_DIMENSION: Any = Annotated[str | msgspec.UnsetType, Meta(description="its value, where it is asked for")]
+_DIMENSION_TYPE: Any = Annotated[str | msgspec.UnsetType, Meta(description="its value, where it is asked for")]
 
 
 @dataclass(frozen=True)
@@ -296,14 +302,14 @@ class AnswerTable:
 
     def row(self, name: str) -> Any:
         """The structure of a row, called so; dimensions that are not asked for are not in it."""
-        fields: list[Any] = [(key, _DIMENSION, msgspec.UNSET) for key in self.divided]
-        fields += [(key, _type(column, self.types.get(key))) for key, column in self.columns.items()]
-        return msgspec.defstruct(name, fields, bases=(HttpAnswer,), frozen=True, kw_only=True, module=__name__)
+        fields: list[Any] = [(key, _DIMENSION_TYPE, msgspec.UNSET) for key in self.divided]
+        fields += [(key, _build_type(column, self.types.get(key))) for key, column in self.columns.items()]
+        return msgspec.defstruct(name, fields, bases=(HttpResponseBody,), frozen=True, kw_only=True, module=__name__)
 
 
-def _type(column: Column, kind: Any = None) -> Any:
+def _build_type(column: Column, kind: Any = None) -> Any:
     unknown = f"; null: {column.unknown}" if column.unknown else ""
-    return Annotated[kind or _OF_UNIT.get(column.unit, float | None), Meta(description=column.meaning + unknown)]
+    return Annotated[kind or _UNIT_TYPES.get(column.unit, float | None), Meta(description=column.meaning + unknown)]
 
 
 @dataclass(frozen=True)
@@ -323,7 +329,7 @@ class Question:
 
     name: str
     summary: str
-    parameters: type[Asking]
+    parameters: type[TimeQuery]
     tables: Mapping[str, AnswerTable]
     facts: Mapping[str, Column]
     reads: tuple[str, ...]
@@ -340,8 +346,8 @@ class Question:
         """The structure of its answer, with a description of each field."""
         title = "".join(word.title() for word in self.name.split("-"))
         fields: list[tuple[str, Any]] = [
-            *((name, Annotated[int, Meta(description=meaning)]) for name, meaning in _TIMES.items()),
-            *((name, _type(column, _FACT_TYPES.get(name))) for name, column in self.facts.items()),
+            *((name, Annotated[int, Meta(description=meaning)]) for name, meaning in _TIME_FACTS.items()),
+            *((name, _build_type(column, _FACT_TYPES.get(name))) for name, column in self.facts.items()),
             *(
                 (name, Annotated[list[table.row(f"{title}{name.title()}")], Meta(description=table.meaning)])  # type: ignore[misc]
                 for name, table in self.tables.items()
@@ -350,27 +356,27 @@ class Question:
         ]
         text = f"{self.summary[0].upper()}{self.summary[1:]}."
         return msgspec.defstruct(
-            f"{title}Answer", fields, bases=(HttpAnswer,), frozen=True, kw_only=True, namespace={"__doc__": text},
+            f"{title}Answer", fields, bases=(HttpResponseBody,), frozen=True, kw_only=True, namespace={"__doc__": text},
             module=__name__,
         )  # fmt: skip
 
-    def ask(self, frames: QuestionFrames, asked: Asking) -> msgspec.Struct:
+    def ask(self, frames: QuestionFrames, query: TimeQuery) -> msgspec.Struct:
         """Work it out, and keep of each table the rows that are asked for.
 
         Raises:
             UsageError: As of the function that works it out.
         """
-        result = self.compute(frames, asked)
+        result = self.compute(frames, query)
         answer: dict[str, object] = {"since_ns": frames.period.since_ns, "until_ns": frames.period.until_ns}
         for name in self.tables:
-            answer[name] = getattr(result, name).head(MOST_ROWS).to_dicts()
+            answer[name] = getattr(result, name).head(MAX_ROWS).to_dicts()
         first: pl.DataFrame = getattr(result, next(iter(self.tables)))
-        skip, top = (asked.skip, asked.top) if isinstance(asked, Paged) else (0, MOST_ROWS)
+        skip, top = (query.skip, query.top) if isinstance(query, PagedQuery) else (0, MAX_ROWS)
         answer[next(iter(self.tables))] = first[skip : skip + top].to_dicts()
-        more = first.height > skip + top
+        has_more = first.height > skip + top
         facts = {name: getattr(result, name) for name in self.facts}
-        return msgspec.convert(answer | facts | {"more": more}, self.answer)
+        return msgspec.convert(answer | facts | {"more": has_more}, self.answer)
 
 
-_TIMES = {"since_ns": "begin of what was looked at, Unix time", "until_ns": "its end"}
+_TIME_FACTS = {"since_ns": "begin of what was looked at, Unix time", "until_ns": "its end"}
 _FACT_TYPES: Mapping[str, Any] = {"by": tuple[str, ...] | str}

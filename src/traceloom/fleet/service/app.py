@@ -19,22 +19,28 @@ from traceloom.fleet.handlers.captures import (
     COMPACTION_ROUTES,
     COMPARE_ROUTES,
     FLEET_ROUTES,
-    FleetAsked,
+    FleetRequestContext,
     FleetRoute,
-    may,
+    has_role,
 )
-from traceloom.fleet.handlers.hosts import AGENTS, HOST_ROUTES, REQUEST_ROUTES, STATEMENT_ROUTES
+from traceloom.fleet.handlers.hosts import AGENTS_PATH, HOST_ROUTES, REQUEST_ROUTES, STATEMENT_ROUTES
 from traceloom.fleet.handlers.now import LIVE_ROUTES, WATCH_ROUTES
 from traceloom.fleet.questions.catalogue import QUESTION_ROUTES
 from traceloom.fleet.store.captures import Role, TokenRecord
-from traceloom.server.access import Rates
-from traceloom.server.problem import DOCUMENT_PATH, RequestError, other_api_version, refusal_response, refusals
-from traceloom.server.routing import document
+from traceloom.server.access import RateLimiter
+from traceloom.server.problem import (
+    DOCUMENT_PATH,
+    HttpError,
+    build_error_response,
+    build_exception_handlers,
+    other_api_version,
+)
+from traceloom.server.routing import build_openapi_document
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from traceloom.fleet.service.service import Service
+    from traceloom.fleet.service.service import FleetService
 
 ROUTES = (
     *FLEET_ROUTES,
@@ -50,17 +56,17 @@ ROUTES = (
     *LIVE_ROUTES,
     *COMPACTION_ROUTES,
 )
-_OPEN = {"/healthz"}
-_STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
-_HINT = "come again later, or less often"
+_PUBLIC_PATHS = {"/healthz"}
+_ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
+_RETRY_HINT = "come again later, or less often"
 
 
-class FleetGuard:
+class FleetAuthenticationMiddleware:
     """In front of the routes: who asks, by their token, and whether they ask too often."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: FleetService) -> None:
         self.app, self.service = app, service
-        self.rates = Rates(service.limits.requests_per_second, hint=_HINT)
+        self.rates = RateLimiter(service.limits.requests_per_second, hint=_RETRY_HINT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and count it."""
@@ -75,10 +81,10 @@ class FleetGuard:
         try:
             scope["state"]["token"] = await self._token(scope, Headers(scope=scope))
             await self.app(scope, receive, counted)
-        except RequestError as refusal:
-            await refusal_response(refusal)(scope, receive, counted)
+        except HttpError as refusal:
+            await build_error_response(refusal)(scope, receive, counted)
         except TraceloomError as error:
-            await refusal_response(unavailable(error))(scope, receive, counted)
+            await build_error_response(convert_to_unavailable(error))(scope, receive, counted)
         finally:
             self.service.requests.labels(scope["state"].get("route", "other"), code).inc()
 
@@ -87,16 +93,16 @@ class FleetGuard:
         if other := other_api_version(scope["path"], "the service"):
             self.rates.take(address)
             raise other
-        if scope["path"].startswith(AGENTS):  # hosts show a credential of their own, which their routes check
-            host = scope["path"].removeprefix(AGENTS).partition("/")[0]
+        if scope["path"].startswith(AGENTS_PATH):  # hosts show a credential of their own, which their routes check
+            host = scope["path"].removeprefix(AGENTS_PATH).partition("/")[0]
             self.rates.take(address if host == "enrol" else f"host {host}")
-            return _STRANGER
+            return _ANONYMOUS_TOKEN
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             self.rates.take(address)
-            if scope["path"] in _OPEN:
-                return _STRANGER
-            raise RequestError(
+            if scope["path"] in _PUBLIC_PATHS:
+                return _ANONYMOUS_TOKEN
+            raise HttpError(
                 401, "a token is needed", slug="unknown-token",
                 hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
                 "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
@@ -104,7 +110,7 @@ class FleetGuard:
         token = await asyncio.to_thread(self.service.state.token, secret.strip())
         if token is None:
             self.rates.take(address)
-            raise RequestError(
+            raise HttpError(
                 401, "this token is none of ours, has expired or was revoked", slug="unknown-token",
                 hint="`traceloom fleet token add` makes one",
             )  # fmt: skip
@@ -112,48 +118,50 @@ class FleetGuard:
         return token
 
 
-def unavailable(error: TraceloomError) -> RequestError:
+def convert_to_unavailable(error: TraceloomError) -> HttpError:
     """A trouble of the state or a store, which the client need not know more of."""
-    return RequestError(503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5)
+    return HttpError(503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5)
 
 
-async def answered(route: FleetRoute, asked: FleetAsked) -> msgspec.Struct | Response:
+async def call_route(route: FleetRoute, context: FleetRequestContext) -> msgspec.Struct | Response:
     """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of it.
 
     Raises:
         RequestError: It is refused: `not-allowed` for who has another role, `no-such-route` for names that no
             database keeps.
     """
-    if any("\0" in str(name) for name in asked.request.path_params.values()):
-        raise RequestError(404, "nothing has a name with a NUL", slug="no-such-route")
-    await check_role(asked, route.role)
+    if any("\0" in str(name) for name in context.request.path_params.values()):
+        raise HttpError(404, "nothing has a name with a NUL", slug="no-such-route")
+    await check_role(context, route.role)
     try:
-        answer = route.answers(asked)
+        answer = route.answers(context)
         return await answer if isinstance(answer, Awaitable) else answer
-    except RequestError:
+    except HttpError:
         raise
     except TraceloomError as error:
-        raise unavailable(error) from error
+        raise convert_to_unavailable(error) from error
 
 
-async def check_role(asked: FleetAsked, role: Role | None) -> None:
+async def check_role(context: FleetRequestContext, role: Role | None) -> None:
     """Refuse, and put into the audit, who may not do what needs a role.
 
     Raises:
         RequestError: `not-allowed`.
     """
-    if role is not None and not may(asked.token, role):
-        await asyncio.to_thread(asked.service.state.note, asked.token.name, asked.request.state.what, "not-allowed")
-        raise RequestError(403, f"this needs the role {role}, and the token has {asked.token.role}", slug="not-allowed")
+    if role is not None and not has_role(context.token, role):
+        await asyncio.to_thread(
+            context.service.state.note, context.token.name, context.request.state.what, "not-allowed"
+        )
+        raise HttpError(403, f"this needs the role {role}, and the token has {context.token.role}", slug="not-allowed")
 
 
-def build_fleet_app(service: Service) -> ASGIApp:
+def build_fleet_app(service: FleetService) -> ASGIApp:
     """The application that answers for a service."""
 
     def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             request.state.route, request.state.what = route.path, f"{route.method} {request.url.path}"
-            answer = await answered(route, FleetAsked(service, request))
+            answer = await call_route(route, FleetRequestContext(service, request))
             if isinstance(answer, Response):
                 return answer
             return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -161,7 +169,7 @@ def build_fleet_app(service: Service) -> ASGIApp:
         return respond
 
     described = msgspec.json.encode(
-        document(ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
+        build_openapi_document(ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
     )
 
     async def openapi(_request: Request) -> Response:
@@ -173,7 +181,7 @@ def build_fleet_app(service: Service) -> ASGIApp:
             Endpoint(DOCUMENT_PATH, openapi),
             *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
         ],
-        exception_handlers=refusals(paths, "the service"),
+        exception_handlers=build_exception_handlers(paths, "the service"),
     )
     app.router.redirect_slashes = False  # a redirect is no answer to clients
-    return FleetGuard(app, service)
+    return FleetAuthenticationMiddleware(app, service)

@@ -10,22 +10,22 @@ import polars as pl
 
 from traceloom import __version__, analyze
 from traceloom.analyze.idle import CAUSES
-from traceloom.analyze.kernel_efficiency import bounds
-from traceloom.analyze.kernels import KEYS, shaped_work
+from traceloom.analyze.kernel_efficiency import classify_bounds
+from traceloom.analyze.kernels import KEYS, collect_shaped_work
 from traceloom.findings import findings
-from traceloom.fleet.store.schema import SCHEMAS, day_of
+from traceloom.fleet.store.schema import SCHEMAS, get_utc_day
 from traceloom.report.run import SectionErrors
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
-MOST_KERNELS = 10_000
+MAX_KERNELS = 10_000
 """Rows of a rank; of more the largest stay, and the others become one."""
 
-OTHERS = "(others)"
+OTHERS_LABEL = "(others)"
 """The kernel of that one."""
 
-_MOST_TEXT = 2_000  # characters of a name or of shapes
-_KEPT = ("compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns", "exposed_memory_ns")
+_MAX_TEXT_CHARS = 2_000  # characters of a name or of shapes
+_DEVICE_TIME_COLUMNS = ("compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns", "exposed_memory_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CaptureOrigin:
     code: str | None = None
 
 
-def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
+def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
     """The rows of a capture by table: captures, devices, kernels, findings.
 
     Their sums are those of the report: of each device window, busy and idle time and the parts of both, of all kernels
@@ -56,13 +56,13 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
         session: Its traces, checked.
         origin: Where it comes from.
     """
-    timed = [trace.start_ns for trace in session.traces if trace.meta.clock == "unix" and trace.events.height]
-    start_ns = min(timed, default=origin.received_ns)
+    start_times = [trace.start_ns for trace in session.traces if trace.meta.clock == "unix" and trace.events.height]
+    start_ns = min(start_times, default=origin.received_ns)
     try:
-        day = day_of(start_ns)
+        day = get_utc_day(start_ns)
     except (ValueError, OverflowError):  # a damaged clock
         start_ns = origin.received_ns
-        day = day_of(start_ns)
+        day = get_utc_day(start_ns)
     faults = SectionErrors(None)
     samples = session.telemetry.filter(pl.col("metric") == "gpu_clock_hertz")
     samples = samples.filter(pl.col("labels").str.json_path_match("$.domain") == "sm")
@@ -71,8 +71,11 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
     tables: dict[str, list[pl.DataFrame]] = {name: [] for name in ("devices", "kernels")}
     shares: dict[str, list[float]] = {"mfu": [], "roofline_fraction": []}
     for trace in session.traces:
-        for name, of_trace in (("devices", partial(_devices, trace)), ("kernels", partial(_kernels, trace, hertz))):
-            if (part := faults.guard(name, of_trace)) is not None:
+        for name, build_rows in (
+            ("devices", partial(_build_device_rows, trace)),
+            ("kernels", partial(_build_kernel_rows, trace, hertz)),
+        ):
+            if (part := faults.guard(name, build_rows)) is not None:
                 tables[name].append(part)
         roofline = faults.guard("roofline", partial(analyze.roofline, trace))
         for quantity, mean in () if roofline is None else roofline.spread.select("quantity", "mean").iter_rows():
@@ -82,7 +85,7 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
     answer = faults.guard("answer", partial(analyze.answer, session))
     names = {name for frame in tables["devices"] for name in frame["device_model"]}
     hosts = {trace.meta.host for trace in session.traces} - {None}
-    torch = [_version(trace.meta.capture) or trace.meta.versions.get("torch") for trace in session.traces]
+    torch = [_get_torch_version(trace.meta.capture) or trace.meta.versions.get("torch") for trace in session.traces]
     notices = (*session.all_notices(), *faults.notices())
     head = {
         "request": origin.request,
@@ -92,14 +95,14 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
         "ranks": len({trace.rank for trace in session.traces}),
         "hosts": len(hosts) or None,
         "device_model": names.pop() if len(names) == 1 else None,
-        "torch": next(filter(None, [*torch, _version(session.capture)]), None),
+        "torch": next(filter(None, [*torch, _get_torch_version(session.capture)]), None),
         "code": origin.code,
         "step_ns": None if answer is None else answer.step_ns,
         **{name: float(np.mean(values)) if values else None for name, values in shares.items()},
         "notices": list(dict.fromkeys(notice.slug for notice in notices)),
         "version": __version__,
     }
-    every = () if ranked is None else (*ranked.time, *ranked.memory)
+    ranked_findings = () if ranked is None else (*ranked.time, *ranked.memory)
     frames = {
         "captures": pl.DataFrame([head], schema_overrides={"notices": pl.List(pl.String)}),
         **{name: pl.concat(parts) if parts else pl.DataFrame() for name, parts in tables.items()},
@@ -110,21 +113,21 @@ def rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
                     "saving_ns": finding.saving_ns,
                     "saving_fraction": finding.saving_fraction,
                     "confidence": finding.confidence,
-                    "rank": next((of.rank for of in finding.evidence if of.rank is not None), None),
+                    "rank": next((evidence.rank for evidence in finding.evidence if evidence.rank is not None), None),
                 }
-                for finding in every
+                for finding in ranked_findings
             ],
             infer_schema_length=None,
         ),
     }
-    whose = {"day": pl.lit(day), "capture": pl.lit(origin.capture)}
+    capture_key = {"day": pl.lit(day), "capture": pl.lit(origin.capture)}
     return {
-        name: SCHEMAS[name].complete(frame.with_columns(**whose)) if frame.height else SCHEMAS[name].empty()
+        name: SCHEMAS[name].complete(frame.with_columns(**capture_key)) if frame.height else SCHEMAS[name].empty()
         for name, frame in frames.items()
     }
 
 
-def _devices(trace: Trace) -> pl.DataFrame:
+def _build_device_rows(trace: Trace) -> pl.DataFrame:
     """One row per device of a rank; the causes of idle time that do not occur are 0."""
     times = analyze.gpu_time(trace).devices
     totals = analyze.idle(trace).totals
@@ -133,38 +136,38 @@ def _devices(trace: Trace) -> pl.DataFrame:
         f"idle_{cause}_ns": pl.Series([idle_ns.get((device, cause), 0) for device in times["device"]], dtype=pl.Int64)
         for cause in CAUSES
     }
-    return times.select("device", "window_ns", "busy_ns", "idle_ns", *_KEPT, device_model="name").with_columns(
-        rank=pl.lit(trace.rank, pl.Int64), host=pl.lit(trace.meta.host, pl.String), **causes
-    )
+    return times.select(
+        "device", "window_ns", "busy_ns", "idle_ns", *_DEVICE_TIME_COLUMNS, device_model="name"
+    ).with_columns(rank=pl.lit(trace.rank, pl.Int64), host=pl.lit(trace.meta.host, pl.String), **causes)
 
 
-def _kernels(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
+def _build_kernel_rows(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
     """GPU work by device, operator, shapes, types, kernel, kind and bound."""
     names = trace.devices.select("device", device_model="name").unique("device")
     texts = ("kernel", "op", "shapes", "types")
-    bound = bounds(trace).select("event", "device", "roofline_ns", "bound")
+    bound = classify_bounds(trace).select("event", "device", "roofline_ns", "bound")
     work = (
-        shaped_work([trace])
+        collect_shaped_work([trace])
         .join(bound, on="event", how="left", maintain_order="left")
         .join(names, on="device", how="left", nulls_equal=True)
         .with_columns(
-            *(pl.col(text).str.slice(0, _MOST_TEXT) for text in texts), pl.col("kind", "bound").cast(pl.String)
+            *(pl.col(text).str.slice(0, _MAX_TEXT_CHARS) for text in texts), pl.col("kind", "bound").cast(pl.String)
         )
     )
     keys = ["device_model", "bound", *KEYS]
-    summed = _summed(work.with_columns(count=1, min_ns="ns", max_ns="ns", total_ns="ns"), keys)
-    if summed.height > MOST_KERNELS:
+    summed = _merge_rows(work.with_columns(count=1, min_ns="ns", max_ns="ns", total_ns="ns"), keys)
+    if summed.height > MAX_KERNELS:
         summed = summed.sort("total_ns", *keys, descending=[True, *(False for _ in keys)])
-        rest = summed[MOST_KERNELS - 1 :].with_columns(
+        remaining = summed[MAX_KERNELS - 1 :].with_columns(
             *(pl.lit(None, pl.String).alias(name) for name in ("op", "shapes", "types")),
-            kernel=pl.lit(OTHERS), kind=pl.lit("other"), bound=pl.lit("unknown"),
+            kernel=pl.lit(OTHERS_LABEL), kind=pl.lit("other"), bound=pl.lit("unknown"),
         )  # fmt: skip
-        summed = pl.concat([summed[: MOST_KERNELS - 1], _summed(rest, keys)])
+        summed = pl.concat([summed[: MAX_KERNELS - 1], _merge_rows(remaining, keys)])
     clock = hertz.get(trace.meta.host or "")
     return summed.with_columns(rank=pl.lit(trace.rank, pl.Int64), clock_hz=pl.lit(clock, pl.Float64))
 
 
-def _summed(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
+def _merge_rows(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     """Rows with the same keys as one; the time at the peaks is null where that of a part is."""
     roofline = pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum())
     return frame.group_by(keys).agg(
@@ -172,7 +175,7 @@ def _summed(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     )
 
 
-def _version(document: object) -> str | None:
+def _get_torch_version(document: object) -> str | None:
     versions = document.get("versions") if isinstance(document, dict) else None
     version = versions.get("torch") if isinstance(versions, dict) else None
     return version[:100] if isinstance(version, str) else None

@@ -22,20 +22,20 @@ import polars as pl
 from traceloom import errors
 from traceloom.agent.fleet_link.protocol import HostProcess, UsageRow
 from traceloom.errors import OutputError, TraceloomError
-from traceloom.fleet.service.worker import jobs_from
-from traceloom.fleet.store.captures import State, TaskRecord
+from traceloom.fleet.service.worker import read_jobs
+from traceloom.fleet.store.captures import ServiceState, TaskRecord
 from traceloom.fleet.store.hosts import JobFacts
-from traceloom.fleet.store.objects import Objects
-from traceloom.fleet.store.schema import MINUTE_MS, day_of, hours, minutes
-from traceloom.fleet.store.tables import Tables, unpacked_rows
+from traceloom.fleet.store.objects import ObjectStore
+from traceloom.fleet.store.schema import MINUTE_MS, compute_usage_hours, compute_usage_minutes, get_utc_day
+from traceloom.fleet.store.tables import Tables, unpack_rows
 from traceloom.system.processes import WorkerProcess
 
 MAX_JOBS_IN_BATCH = 20_000  # changes
-_MOST_LABELS = 100
-_MOST_TEXT = 500  # signs of a label, of a host that may be anybody's
+_MAX_LABELS = 100
+_MAX_TEXT_CHARS = 500  # signs of a label, of a host that may be anybody's
 
 
-def said_of_jobs(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFacts]:
+def collect_job_facts(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFacts]:
     """Job -> what its processes say of it: of each fact the first that says something, by host and rank.
 
     Args:
@@ -47,21 +47,21 @@ def said_of_jobs(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFac
             if process.job and "\0" not in process.job:  # which no database keeps
                 members[process.job].append(process)
     facts = {}
-    for job, of_job in members.items():
+    for job, job_processes in members.items():
         labels: dict[str, str] = {}
-        for process in of_job:
+        for process in job_processes:
             for name, text in process.labels.items():
-                if len(labels) < _MOST_LABELS:
-                    labels.setdefault(name[:_MOST_TEXT], text[:_MOST_TEXT])
+                if len(labels) < _MAX_LABELS:
+                    labels.setdefault(name[:_MAX_TEXT_CHARS], text[:_MAX_TEXT_CHARS])
         first = {
-            name: next((text for process in of_job if (text := getattr(process, name))), "")
+            name: next((text for process in job_processes if (text := getattr(process, name))), "")
             for name in ("scheduler", "user", "framework")
         }
         facts[job] = JobFacts(**first, labels=dict(sorted(labels.items())))
     return facts
 
 
-def said_by_captures(captures: pl.DataFrame) -> dict[tuple[str, int], JobFacts]:
+def collect_capture_facts(captures: pl.DataFrame) -> dict[tuple[str, int], JobFacts]:
     """Job and start of a capture -> what the capture says of the job.
 
     Args:
@@ -71,7 +71,7 @@ def said_by_captures(captures: pl.DataFrame) -> dict[tuple[str, int], JobFacts]:
     return {(job, start_ns): JobFacts(framework="pytorch") for job, start_ns in rows.sort("start_ns").iter_rows()}
 
 
-def commit_jobs(state: State, tables: Tables, term: str) -> int:
+def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
     """Put a batch of changes into the tables, exactly once; how many there were.
 
     `term`: by which this service leads.
@@ -82,11 +82,11 @@ def commit_jobs(state: State, tables: Tables, term: str) -> int:
     number, waiting = batch
     rows = [
         {
-            "day": day_of(said.since_ns), "job": said.job, "valid_from_ns": said.since_ns,
-            **{name: value or None for name, value in msgspec.structs.asdict(said.facts).items() if name != "labels"},
-            "labels": msgspec.json.encode(said.facts.labels).decode() if said.facts.labels else None,
+            "day": get_utc_day(pending.since_ns), "job": pending.job, "valid_from_ns": pending.since_ns,
+            **{name: value or None for name, value in msgspec.structs.asdict(pending.facts).items() if name != "labels"},
+            "labels": msgspec.json.encode(pending.facts.labels).decode() if pending.facts.labels else None,
         }
-        for said in waiting
+        for pending in waiting
     ]  # fmt: skip
     tables.commit(f"jobs {state.identity}", number, {"jobs": pl.DataFrame(rows, infer_schema_length=None)})
     state.close_job_facts(number, term)
@@ -94,16 +94,16 @@ def commit_jobs(state: State, tables: Tables, term: str) -> int:
 
 
 MAX_USAGE_ROWS_IN_BATCH = 20_000  # minutes of hosts
-_MOST_SILENT = 7 * 1440  # minutes of a host that was away, which are told to be unreachable
+_MAX_SILENT_MINUTES = 7 * 1440  # minutes of a host that was away, which are told to be unreachable
 _MINUTE_NS = MINUTE_MS * 1_000_000
-_SEEN = {
+_USAGE_TYPES = {
     "time_ns": pl.Int64, "host": pl.String, "device": pl.String, "device_model": pl.String, "job": pl.String,
     "state": pl.String, "device_ms": pl.Int64, "busy_ms": pl.Int64, "energy_mj": pl.Int64, "flops_low": pl.Float64,
     "flops_high": pl.Float64, "input_bytes": pl.Int64,
 }  # fmt: skip
 
 
-def commit_usage(state: State, tables: Tables, term: str) -> int:
+def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
     """Put a batch of minutes into the tables, exactly once; how many there were. `term`: by which this service leads.
 
     A host sends its minutes in order, so those that it left out it will never send: its devices were unreachable then.
@@ -112,31 +112,33 @@ def commit_usage(state: State, tables: Tables, term: str) -> int:
     if batch is None:
         return 0
     number, waiting = batch
-    seen, silent = [], []
-    for of_host in waiting:
-        rows = msgspec.json.decode(of_host.document, type=list[UsageRow])
-        seen += [
+    observed, silent = [], []
+    for pending in waiting:
+        rows = msgspec.json.decode(pending.document, type=list[UsageRow])
+        observed += [
             (
-                of_host.minute * _MINUTE_NS, of_host.host, row.device, row.device_model or None, row.job or None,
+                pending.minute * _MINUTE_NS, pending.host, row.device, row.device_model or None, row.job or None,
                 row.state, row.device_ms, row.busy_ms, row.energy_mj, row.flops_low, row.flops_high, row.input_bytes,
             )
             for row in rows
         ]  # fmt: skip
         devices = {row.device: row.device_model or None for row in rows}
         silent += [
-            (minute * _MINUTE_NS, of_host.host, device, model)
-            for minute in range(max(of_host.since, of_host.minute - _MOST_SILENT), of_host.minute)
+            (minute * _MINUTE_NS, pending.host, device, model)
+            for minute in range(max(pending.since, pending.minute - _MAX_SILENT_MINUTES), pending.minute)
             for device, model in devices.items()
         ]
-    due = pl.DataFrame(silent, schema=dict(list(_SEEN.items())[:4]), orient="row")
-    of_minutes = minutes(pl.DataFrame(seen, schema=_SEEN, orient="row"), due)
-    tables.commit(f"usage {state.identity}", number, {"usage_minute": of_minutes, "usage_hour": hours(of_minutes)})
+    due = pl.DataFrame(silent, schema=dict(list(_USAGE_TYPES.items())[:4]), orient="row")
+    minute_rows = compute_usage_minutes(pl.DataFrame(observed, schema=_USAGE_TYPES, orient="row"), due)
+    tables.commit(
+        f"usage {state.identity}", number, {"usage_minute": minute_rows, "usage_hour": compute_usage_hours(minute_rows)}
+    )
     state.close_usage(number, term)
     return len(waiting)
 
 
-MOST_IN_BATCH = 64
-IDLE_S = 15.0
+MAX_IN_BATCH = 64
+IDLE_TIMEOUT_S = 15.0
 
 
 class TableWriter:
@@ -148,7 +150,7 @@ class TableWriter:
         tables: Where rows go.
     """
 
-    def __init__(self, state: State, objects: Objects, tables: Tables) -> None:
+    def __init__(self, state: ServiceState, objects: ObjectStore, tables: Tables) -> None:
         self.state, self.objects, self.tables = state, objects, tables
 
     def create(self) -> None:
@@ -165,23 +167,23 @@ class TableWriter:
         Raises:
             TraceloomError: `not-leading`, or a store does not answer.
         """
-        batch = self.state.open_batch(MOST_IN_BATCH, term)
+        batch = self.state.open_batch(MAX_IN_BATCH, term)
         if batch is None:
             if not minutes:
                 return 0
             return commit_usage(self.state, self.tables, term) or commit_jobs(self.state, self.tables, term)
         frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
         for task in batch.tasks:
-            for name, frame in unpacked_rows(b"".join(self.objects.chunks(rows_of(task))), task.capture).items():
+            for name, frame in unpack_rows(b"".join(self.objects.chunks(get_rows_name(task))), task.capture).items():
                 frames[name].append(frame)
         replaced = [task.capture for task in batch.tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
-        for (job, start_ns), facts in said_by_captures(rows["captures"]).items():
+        for (job, start_ns), facts in collect_capture_facts(rows["captures"]).items():
             self.state.say_of_jobs({job: facts}, start_ns)
         self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
         self.state.close_batch(batch.number, term)
         for task in batch.tasks:
-            self.objects.delete(rows_of(task))
+            self.objects.delete(get_rows_name(task))
         return len(batch.tasks)
 
     def compact(self, today: date) -> None:
@@ -204,7 +206,7 @@ class WriterProcess:
         idle_s: After how long without anything to write it ends.
     """
 
-    def __init__(self, state: str, store: str, idle_s: float = IDLE_S) -> None:
+    def __init__(self, state: str, store: str, idle_s: float = IDLE_TIMEOUT_S) -> None:
         self._stores = {"state": state, "store": store}
         self._idle_s = idle_s
         self._lock = threading.Lock()
@@ -234,7 +236,7 @@ class WriterProcess:
         with self._lock:
             self._end()
 
-    def _ask(self, what: str, **arguments: str | bool) -> int:
+    def _ask(self, command: str, **arguments: str | bool) -> int:
         """Ask the process to do something; what it counts.
 
         Raises:
@@ -246,7 +248,7 @@ class WriterProcess:
                 if self._worker is None:
                     self._worker = WorkerProcess("traceloom.fleet.service.committer")
                     self._worker.send(self._stores)
-                self._worker.send({"do": what, **arguments})
+                self._worker.send({"do": command, **arguments})
                 answer = next(self._worker.answers(), None)
             except (OSError, ValueError) as error:  # no process is to be had, or it was cut while it wrote
                 self._end()
@@ -268,7 +270,7 @@ class WriterProcess:
         self._worker = None
 
 
-def rows_of(task: TaskRecord) -> str:
+def get_rows_name(task: TaskRecord) -> str:
     """Where rows of a capture are until they are in the tables."""
     return f"analysed/{task.id}.zip"
 
@@ -278,14 +280,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the service ends this one
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
-    jobs = jobs_from(sys.stdin)
-    where = next(jobs)
+    jobs = read_jobs(sys.stdin)
+    stores = next(jobs)
     writer: TableWriter | None = None
     for job in jobs:
         answer: dict[str, str | int] = {"count": 0}
         try:
             if writer is None:
-                writer = TableWriter(State(where["state"]), Objects(where["store"]), Tables(where["store"]))
+                writer = TableWriter(
+                    ServiceState(stores["state"]), ObjectStore(stores["store"]), Tables(stores["store"])
+                )
             if job["do"] == "commit":
                 answer["count"] = writer.commit(job["term"], minutes=job["minutes"])
             elif job["do"] == "compact":

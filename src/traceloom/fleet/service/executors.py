@@ -27,15 +27,15 @@ import msgspec
 
 from traceloom import __version__
 from traceloom.errors import InputError, TraceloomError, UsageError
-from traceloom.fleet.service.tasks import MEMORY_BYTES, Engine, EngineTask, TaskError, in_scratch
-from traceloom.system.processes import WorkerProcess, cores
+from traceloom.fleet.service.tasks import MEMORY_BYTES, Engine, EngineTask, TaskError, run_in_scratch
+from traceloom.system.processes import WorkerProcess, count_cores
 
 if TYPE_CHECKING:
     from distributed import Client
 
 
-_TASKS_OF_A_PROCESS = 200  # then it is replaced: what little each leaves behind does not add up
-_ENDS = "the service ends"
+_TASKS_PER_PROCESS = 200  # then it is replaced: what little each leaves behind does not add up
+_SERVICE_ENDS = "the service ends"
 
 
 class ProcessEngine:
@@ -52,7 +52,7 @@ class ProcessEngine:
         self, slots: int | None = None, *, memory_bytes: int = MEMORY_BYTES, main: str = "traceloom.fleet.service.worker",
         temporary: Path | None = None,
     ) -> None:  # fmt: skip
-        self.slots = slots or max(1, cores() - 1)
+        self.slots = slots or max(1, count_cores() - 1)
         self._memory_bytes = memory_bytes
         self._main = main
         self._temporary = temporary
@@ -87,11 +87,11 @@ class ProcessEngine:
 
         def go_on() -> None:
             if self._closed:
-                raise TaskError(_ENDS)
+                raise TaskError(_SERVICE_ENDS)
             if time.monotonic() > end_s:
                 raise TaskError(f"`{task.name}` took longer than {task.seconds:g} s")
 
-        return in_scratch(task, lambda arguments: self._work(task, arguments, end_s), go_on, self._temporary)
+        return run_in_scratch(task, lambda arguments: self._work(task, arguments, end_s), go_on, self._temporary)
 
     def _work(self, task: EngineTask, arguments: dict[str, Any], end_s: float) -> None:
         worker, done = self._taken()
@@ -113,10 +113,10 @@ class ProcessEngine:
             timer.cancel()
         with self._lock:
             self._running.discard(worker)
-            again = answer is not None and not late.is_set() and done + 1 < _TASKS_OF_A_PROCESS and not self._closed
-            if again:
+            reusable = answer is not None and not late.is_set() and done + 1 < _TASKS_PER_PROCESS and not self._closed
+            if reusable:
                 self._idle.append((worker, done + 1))
-        if not again:
+        if not reusable:
             worker.kill()
             code = worker.ended()
         if answer is None:
@@ -134,7 +134,7 @@ class ProcessEngine:
     def _taken(self) -> tuple[WorkerProcess, int]:
         with self._lock:
             if self._closed:
-                raise TaskError(_ENDS)
+                raise TaskError(_SERVICE_ENDS)
             if self._idle:
                 worker, done = self._idle.pop()
             else:
@@ -147,7 +147,7 @@ class ProcessEngine:
             return worker, done
 
 
-def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
+def create_engine(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
     """Make the engine of an address: `processes` or `dask://HOST:PORT`.
 
     Args:
@@ -177,7 +177,7 @@ def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = No
 SLOTS = 16
 """How many tasks wait in a cluster at once, where nobody says it."""
 
-_AGAIN_S = 5.0
+_RETRY_AFTER_S = 5.0
 _CONNECT_S = 10.0
 _lock = threading.Lock()
 
@@ -210,10 +210,10 @@ def _work_in_worker(task: bytes, settings: bytes) -> bytes:
     from distributed import get_worker
 
     worker = get_worker()
-    return work_here(task, settings, worker.state.nthreads, worker.local_directory)
+    return run_in_worker(task, settings, worker.state.nthreads, worker.local_directory)
 
 
-def work_here(task: bytes, settings: bytes, slots: int, temporary: str) -> bytes:
+def run_in_worker(task: bytes, settings: bytes, slots: int, temporary: str) -> bytes:
     """Do a task in a worker of the cluster; returns a `ClusterAnswer`. All bytes are MessagePack.
 
     Args:
@@ -222,17 +222,17 @@ def work_here(task: bytes, settings: bytes, slots: int, temporary: str) -> bytes
         slots: How many this worker does at once.
         temporary: Where files are brought.
     """
-    return msgspec.msgpack.encode(_answer(task, settings, slots, temporary))
+    return msgspec.msgpack.encode(_run_task(task, settings, slots, temporary))
 
 
-def _answer(task: bytes, encoded: bytes, slots: int, temporary: str) -> ClusterAnswer:
+def _run_task(task: bytes, encoded: bytes, slots: int, temporary: str) -> ClusterAnswer:
     try:
         settings = msgspec.msgpack.decode(encoded, type=ClusterSettings)
         if settings.version != __version__:
             differs = f"a worker has Traceloom {__version__}, the service {settings.version}"
             return ClusterAnswer(failed="worker", error=differs)
         with _lock:
-            processes = _processes(slots, settings, temporary)
+            processes = _get_processes(slots, settings, temporary)
         return ClusterAnswer(processes.submit(msgspec.msgpack.decode(task, type=EngineTask)).result())
     except TaskError as error:
         return ClusterAnswer(failed="for good" if error.final else "task", error=str(error))
@@ -243,7 +243,7 @@ def _answer(task: bytes, encoded: bytes, slots: int, temporary: str) -> ClusterA
 
 
 @cache
-def _processes(slots: int, settings: ClusterSettings, temporary: str) -> ProcessEngine:
+def _get_processes(slots: int, settings: ClusterSettings, temporary: str) -> ProcessEngine:
     """The processes of this worker, which end with it."""
     return ProcessEngine(slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary))
 
@@ -330,7 +330,10 @@ class DaskEngine:
                 try:
                     self._client = self._connect()
                 except OSError as error:
-                    self._reason, self._again_s = f"nobody answers: {_first_line(error)}", time.monotonic() + _AGAIN_S
+                    self._reason, self._again_s = (
+                        f"nobody answers: {_first_line(error)}",
+                        time.monotonic() + _RETRY_AFTER_S,
+                    )
                     raise self._unavailable(self._reason) from error
             return self._client
 
@@ -422,7 +425,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-def _check_security(where: str, address: str, tls: EngineTls | None) -> None:
+def _check_security(location: str, address: str, tls: EngineTls | None) -> None:
     host, port = _host_port(address)
     if tls is None:
         try:
@@ -433,7 +436,7 @@ def _check_security(where: str, address: str, tls: EngineTls | None) -> None:
             return
         raise UsageError(
             "a cluster beyond this host is used with TLS only: who changes what is sent there runs anything there",
-            slug="engine-without-tls", where=where[:80],
+            slug="engine-without-tls", where=location[:80],
             hint="give --engine-ca, --engine-certificate and --engine-key",
         )  # fmt: skip
     if not (tls.ca and tls.certificate and tls.key):

@@ -19,34 +19,34 @@ from typing import Literal
 
 from traceloom import __version__
 from traceloom.errors import TraceloomError
-from traceloom.fleet.service.committer import MOST_IN_BATCH, TableWriter, WriterProcess, rows_of
+from traceloom.fleet.service.committer import MAX_IN_BATCH, TableWriter, WriterProcess, get_rows_name
 from traceloom.fleet.service.tasks import BASE, NEW, Engine, EngineTask, TaskError, TaskFile, TaskName
-from traceloom.fleet.store.captures import CaptureRecord, State, TaskRecord
+from traceloom.fleet.store.captures import CaptureRecord, ServiceState, TaskRecord
 from traceloom.fleet.store.database import LEADER
-from traceloom.fleet.store.objects import Objects
-from traceloom.fleet.store.schema import day_of
-from traceloom.fleet.store.tables import Tables, unpacked_rows
+from traceloom.fleet.store.objects import ObjectStore
+from traceloom.fleet.store.schema import get_utc_day
+from traceloom.fleet.store.tables import Tables, unpack_rows
 
-COMMIT_S = 5.0
+COMMIT_INTERVAL_S = 5.0
 _ROUNDS = 12  # of which minutes and jobs wait for one: else a thousand hosts make a small file every five seconds
-_ROUNDS_OF_MANY = 60
+_ROUNDS_WHEN_MANY = 60
 _MANY = 500  # minutes of hosts at once
 LEASE_S = 30.0
-TASK_S = 1800.0
+TASK_TIMEOUT_S = 1800.0
 """How long a task may take."""
-READ_S = 6 * 3600
+ADDRESS_LIFETIME_S = 6 * 3600
 """How long a signed address of a file works: a task may wait for a worker before it fetches."""
 
 _DAY_NS = 86_400 * 10**9
 _NIGHT_NS = 2 * 3_600 * 10**9  # after midnight in UTC, when hosts have sent the last minutes of the day
 _COMPACTED = "compacted"  # the number of the day on which the tables were compacted last
 _POLL_S = 0.5  # between looks for a task, where there was none
-_TROUBLE_S = 5.0  # before the next try, where the state or a store does not answer
+_ERROR_PAUSE_S = 5.0  # before the next try, where the state or a store does not answer
 
 _log = logging.getLogger(__name__)
 
 
-def folder_of(capture: CaptureRecord) -> str:
+def get_capture_directory(capture: CaptureRecord) -> str:
     """Where the files of a capture are kept."""
     return f"captures/{capture.day}/{capture.id}"
 
@@ -67,8 +67,8 @@ class CapturePipeline:
     """
 
     def __init__(
-        self, state: State, objects: Objects, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
-        commit_s: float = COMMIT_S, task_s: float = TASK_S, writer: TableWriter | WriterProcess | None = None,
+        self, state: ServiceState, objects: ObjectStore, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
+        commit_s: float = COMMIT_INTERVAL_S, task_s: float = TASK_TIMEOUT_S, writer: TableWriter | WriterProcess | None = None,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
         self.state, self.objects, self.engine = state, objects, engine
@@ -131,7 +131,7 @@ class CapturePipeline:
                 self.state.fail(task.id, self.holder, str(error), final=error.final)
         except (TraceloomError, OSError) as error:  # of the engine, the store or the disk, not of the capture
             _log.warning("%s: %s", task.id, error)
-            self.state.give_back(task.id, self.holder, _TROUBLE_S)
+            self.state.give_back(task.id, self.holder, _ERROR_PAUSE_S)
         return True
 
     def lead(self) -> None:
@@ -153,17 +153,17 @@ class CapturePipeline:
         """Put a batch into the tables, as `TableWriter.commit`."""
         return self._writer.commit(self.term, minutes=minutes)
 
-    def compact(self, by_night: bool = False) -> bool:
+    def compact(self, nightly: bool = False) -> bool:
         """Do what is to be done to the tables once a day; False where it is not time. For who leads alone.
 
         Args:
-            by_night: Only once a day, and only from 02:00 in UTC on.
+            nightly: Only once a day, and only from 02:00 in UTC on.
         """
-        days, rest = divmod(self.clock(), _DAY_NS)
-        if by_night and (rest < _NIGHT_NS or self.state.number(_COMPACTED) >= days):
+        days, ns_of_day = divmod(self.clock(), _DAY_NS)
+        if nightly and (ns_of_day < _NIGHT_NS or self.state.number(_COMPACTED) >= days):
             return False
         with self._writing:
-            self._writer.compact(day_of(days * _DAY_NS))
+            self._writer.compact(get_utc_day(days * _DAY_NS))
         self.state.put_number(_COMPACTED, days)
         return True
 
@@ -207,13 +207,13 @@ class CapturePipeline:
         )  # fmt: skip
         content = self._done(task, work)
         try:
-            unpacked_rows(content, capture.id)
+            unpack_rows(content, capture.id)
         except ValueError as error:  # kept, they would stop every commit
             raise TaskError(f"`analyse` gave no rows of the capture: {error}") from error
-        self.objects.put(rows_of(task), content)
+        self.objects.put(get_rows_name(task), content)
         if self.state.advance(task.id, self.holder, "analysed"):
             self._waiting += 1
-            if self._waiting >= MOST_IN_BATCH:
+            if self._waiting >= MAX_IN_BATCH:
                 self._full.set()
 
     def _done(self, task: TaskRecord, work: EngineTask) -> bytes:
@@ -223,16 +223,16 @@ class CapturePipeline:
             self.state.renew(task.id, self.holder, self.lease_s)
         return future.result()
 
-    def _work_on(self, of: CaptureRecord, task: TaskName, **arguments: str | int) -> EngineTask:
+    def _work_on(self, record: CaptureRecord, task: TaskName, /, **arguments: str | int) -> EngineTask:
         """A task on all files of a capture, wherever they are kept."""
-        return EngineTask(task, tuple(self._files_of(of)), arguments, self.task_s)
+        return EngineTask(task, tuple(self._files_of(record)), arguments, self.task_s)
 
-    def _files_of(self, of: CaptureRecord, folder: str = "") -> Iterator[TaskFile]:
-        for file in of.files:
-            at = self.objects.readable_at(f"{folder_of(of)}/{file.name}", READ_S)
-            if at is None:
+    def _files_of(self, capture: CaptureRecord, directory: str = "") -> Iterator[TaskFile]:
+        for file in capture.files:
+            address = self.objects.readable_at(f"{get_capture_directory(capture)}/{file.name}", ADDRESS_LIFETIME_S)
+            if address is None:
                 raise TaskError(f"{file.name} is no longer in the store", final=True)
-            yield TaskFile(f"{folder}/{file.name}" if folder else file.name, file.size, file.sha256, at)
+            yield TaskFile(f"{directory}/{file.name}" if directory else file.name, file.size, file.sha256, address)
 
     def _work_loop(self) -> None:
         while not self._stop.is_set():
@@ -242,7 +242,7 @@ class CapturePipeline:
                     self._more.clear()
             except Exception:  # noqa: BLE001, PERF203  (one defect must not end all work: it is logged)
                 _log.exception("a task could not be worked on")
-                self._stop.wait(_TROUBLE_S)
+                self._stop.wait(_ERROR_PAUSE_S)
 
     def _commit_loop(self) -> None:
         while not self._stop.is_set():
@@ -250,25 +250,25 @@ class CapturePipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                minutes, most = time.monotonic() >= self._minutes_s, 0
+                minutes, max_count = time.monotonic() >= self._minutes_s, 0
                 with self._writing:
                     while self.leads and not self._stop.is_set() and self.state.rows_wait(minutes=minutes):
                         count = self.commit(minutes=minutes)
                         if not count:
                             break
-                        most = max(most, count)
+                        max_count = max(max_count, count)
                     self._writer.rest()
                 if minutes and self.leads:
-                    rounds = _ROUNDS_OF_MANY if most > _MANY else _ROUNDS
+                    rounds = _ROUNDS_WHEN_MANY if max_count > _MANY else _ROUNDS
                     self._minutes_s = time.monotonic() + rounds * self.commit_s
                 if self.leads and not self._stop.is_set():
-                    self.compact(by_night=True)
+                    self.compact(nightly=True)
             except TraceloomError as error:
                 _log.warning("rows could not be committed: %s", error)
-                self._stop.wait(_TROUBLE_S)
+                self._stop.wait(_ERROR_PAUSE_S)
             except Exception:  # noqa: BLE001  (as above)
                 _log.exception("rows could not be committed")
-                self._stop.wait(_TROUBLE_S)
+                self._stop.wait(_ERROR_PAUSE_S)
 
     def _lead_loop(self) -> None:
         while not self._stop.is_set():

@@ -34,10 +34,10 @@ import msgspec
 from traceloom import __version__
 from traceloom.agent.fleet_link.protocol import (
     ClockOffset,
-    Enrolled,
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostFile,
     HostProcess,
     HostReport,
@@ -46,51 +46,51 @@ from traceloom.agent.fleet_link.protocol import (
     UsageRow,
     WorkAnswer,
 )
-from traceloom.agent.traces.requests import Cause, Wanted
+from traceloom.agent.traces.requests import TraceSpec, TriggerCause
 from traceloom.errors import InputError, OutputError, TraceloomError
-from traceloom.fleet.service.committer import said_of_jobs
-from traceloom.fleet.service.pipeline import CapturePipeline, folder_of
+from traceloom.fleet.service.committer import collect_job_facts
+from traceloom.fleet.service.pipeline import CapturePipeline, get_capture_directory
 from traceloom.fleet.service.request_plan import (
     FleetRequest,
-    HostProgress,
-    advanced,
-    analysed,
-    believed_pace,
-    cancelled,
-    planned,
-    reported,
-    sent_again,
-    stitched,
-    work_of,
+    HostStatus,
+    advance_request,
+    apply_report,
+    assign_hosts,
+    cancel_request,
+    finish_analysis,
+    finish_stitching,
+    get_host_work,
+    repeat_upload,
+    validate_step_rate,
 )
-from traceloom.fleet.service.webhooks import fleet_event
-from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
-from traceloom.fleet.store.database import secret_hash
+from traceloom.fleet.service.webhooks import build_fleet_event
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord, ServiceState
+from traceloom.fleet.store.database import hash_secret
 from traceloom.fleet.store.hosts import JobFacts
 from traceloom.formats import capture_document
-from traceloom.server.problem import RequestError
-from traceloom.system.files import sha256_of
+from traceloom.server.problem import HttpError
+from traceloom.system.files import compute_sha256
 
 LOG = logging.getLogger("traceloom.collect")
-FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
-LONGEST_WAIT_S = 30.0
-_MOST_FILE = 4 << 30
+FRESHNESS_NS = 60_000_000_000  # a host that was silent for longer is lost
+MAX_WAIT_S = 30.0
+_MAX_FILE_BYTES = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _SAME_NS = 3600 * 10**9  # that a mark of a request is good for
-_LOOKS_AT_JOBS = 5  # every so many looks at requests
-_MOST_ENDED = 1000  # requests that are remembered here; the state has all
+_POLLS_PER_JOB_SCAN = 5  # every so many looks at requests
+_MAX_ENDED = 1000  # requests that are remembered here; the state has all
 Choice = Literal["", "slowest-and-median"]
 
 
-class HostNow(msgspec.Struct, frozen=True, kw_only=True):
+class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """What a host said last, and when, by the service's clock."""
 
     heartbeat: Heartbeat
     received_ns: int
 
 
-class HostDesk:
+class HostRegistry:
     """Talks to hosts.
 
     Args:
@@ -105,13 +105,13 @@ class HostDesk:
     """
 
     def __init__(
-        self, state: State, incoming: Path, term: str, clock: Callable[[], int] = time.time_ns
+        self, state: ServiceState, incoming: Path, term: str, clock: Callable[[], int] = time.time_ns
     ) -> None:  # fmt: skip
         self.state, self.incoming, self.term, self.clock = state, incoming, term, clock
         self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
         self.on_usage: Callable[[str, list[UsageRow]], None] = lambda _host, _rows: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
-        self.now: dict[str, HostNow] = {}
+        self.now: dict[str, LastHeartbeat] = {}
         self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
         self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
         self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
@@ -138,10 +138,10 @@ class HostDesk:
                     host
                     for host, progress in request.hosts.items()
                     if progress.state == "uploaded"
-                    and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
+                    and not all(_has_arrived(self.incoming / request.id / host, file) for file in progress.files)
                 }
                 if lost:
-                    await self.put(sent_again(request, lost, self.clock()))
+                    await self.put(repeat_upload(request, lost, self.clock()))
                     continue
             if request.state in {"stitching", "analysing"}:
                 self.on_stitching(request)
@@ -157,7 +157,7 @@ class HostDesk:
 
     # Who belongs.
 
-    async def enrol(self, enrolment: Enrolment) -> Enrolled:
+    async def enrol(self, enrolment: Enrolment) -> HostCredentials:
         """Take a host into the fleet.
 
         Raises:
@@ -165,24 +165,24 @@ class HostDesk:
         """
         host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token, enrolment.host)
         if host is None:
-            raise RequestError(
+            raise HttpError(
                 401, "this token is none of ours, was used, or has expired", slug="unknown-token",
                 hint="`traceloom fleet token enrol` makes one",
             )  # fmt: skip
         if host not in {"", enrolment.host}:
-            raise RequestError(
+            raise HttpError(
                 401, f"this token lets the host `{host}` join, and not `{enrolment.host}`", slug="unknown-token",
                 hint="`traceloom fleet token enrol` with the name of the host, or with none, makes another one",
             )  # fmt: skip
         if not host and enrolment.host in self.members:
-            raise RequestError(
+            raise HttpError(
                 409, f"there is a host `{enrolment.host}` already", slug="host-exists",
                 hint="a token for this host replaces it: `traceloom fleet token enrol NAME`",
             )  # fmt: skip
         credential = secrets.token_urlsafe(32)
         await asyncio.to_thread(self.state.put_host, enrolment.host, credential)
-        self.members[enrolment.host] = secret_hash(credential)
-        return Enrolled(host=enrolment.host, credential=credential)
+        self.members[enrolment.host] = hash_secret(credential)
+        return HostCredentials(host=enrolment.host, credential=credential)
 
     def check_host(self, host: str, credential: str) -> None:
         """Check that the one who asks is this host.
@@ -190,8 +190,8 @@ class HostDesk:
         Raises:
             RequestError: `unknown-host`.
         """
-        if not hmac.compare_digest(self.members.get(host, ""), secret_hash(credential)):
-            raise RequestError(
+        if not hmac.compare_digest(self.members.get(host, ""), hash_secret(credential)):
+            raise HttpError(
                 401, "this host does not belong to the fleet", slug="unknown-host",
                 hint="enrol it with a new token, and remove fleet.json beside the agent's history",
             )  # fmt: skip
@@ -203,7 +203,7 @@ class HostDesk:
             RequestError: `no-such-host`.
         """
         if not await asyncio.to_thread(self.state.remove_host, host):
-            raise RequestError(404, f"there is no host `{host}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+            raise HttpError(404, f"there is no host `{host}`", slug="no-such-host", hint="`traceloom fleet hosts`")
         self.members.pop(host, None)
         self.now.pop(host, None)
 
@@ -213,19 +213,19 @@ class HostDesk:
         """Take how a host is, and its usage; what was sent before is acknowledged again."""
         received_ns = self.clock()
         believed = [
-            msgspec.structs.replace(process, steps_per_second=believed_pace(process.steps_per_second))
+            msgspec.structs.replace(process, steps_per_second=validate_step_rate(process.steps_per_second))
             for process in heartbeat.processes
         ]
         # Without usage, which the state keeps.
-        said = msgspec.structs.replace(heartbeat, usage=[], processes=believed)
-        self.now[host] = HostNow(heartbeat=said, received_ns=received_ns)
+        stored_heartbeat = msgspec.structs.replace(heartbeat, usage=[], processes=believed)
+        self.now[host] = LastHeartbeat(heartbeat=stored_heartbeat, received_ns=received_ns)
         through = 0
         if heartbeat.usage:
-            possible = possible_rows(heartbeat.usage, received_ns)
+            possible = drop_impossible_rows(heartbeat.usage, received_ns)
             self.on_usage(host, possible)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
             # A minute that has not been would pass for the last that the host sent, and what comes before it for old.
-            last = last_minute(received_ns)
+            last = compute_last_minute(received_ns)
             minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage if row.minute <= last}
             for row in possible:
                 minutes[row.minute].append(row)
@@ -234,13 +234,13 @@ class HostDesk:
             through = max(row.minute for row in heartbeat.usage)
         return HeartbeatAnswer(received_ns=received_ns, answered_ns=self.clock(), usage_through=through)
 
-    def fresh(self) -> dict[str, HostNow]:
+    def fresh(self) -> dict[str, LastHeartbeat]:
         """Hosts that spoke of late."""
         return {host: now for host, now in list(self.now.items()) if self.is_fresh(now)}
 
-    def is_fresh(self, now: HostNow) -> bool:
+    def is_fresh(self, now: LastHeartbeat) -> bool:
         """Whether what a host said last is of late: else it is lost."""
-        return self.clock() - now.received_ns < FRESH_NS
+        return self.clock() - now.received_ns < FRESHNESS_NS
 
     def users_of(self, job: str) -> set[str]:
         """Users whose processes a job has, as far as hosts say."""
@@ -250,15 +250,15 @@ class HostDesk:
     # Requests.
 
     async def submit(
-        self, wanted: Wanted, who: str, choice: Choice = "", *, hosts: Collection[str] = (),
-        trigger: Cause | None = None, start: StartBy = "instant", at_step: int = 0, after_s: float = 0.0,
+        self, spec: TraceSpec, requester: str, choice: Choice = "", *, hosts: Collection[str] = (),
+        trigger: TriggerCause | None = None, start: StartBy = "instant", at_step: int = 0, after_s: float = 0.0,
         mark: str = "",
     ) -> FleetRequest:  # fmt: skip
         """Take a request for a trace of the processes of a job, on all hosts that have some.
 
         Args:
-            wanted: What is asked for.
-            who: By whom.
+            spec: What is asked for.
+            requester: By whom.
             choice: Of the processes that match, whom.
             hosts: Of these hosts alone, where some are named.
             trigger: The rule that asks, where nobody does.
@@ -270,31 +270,36 @@ class HostDesk:
         Raises:
             RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
         """
-        if not wanted.job:
-            raise RequestError(400, "of which job?", slug="wrong-request", hint="name a job")
-        if (wanted.steps is None) == (wanted.duration_s is None):
-            raise RequestError(400, "either steps or a duration", slug="wrong-request")
+        if not spec.job:
+            raise HttpError(400, "of which job?", slug="wrong-request", hint="name a job")
+        if (spec.steps is None) == (spec.duration_s is None):
+            raise HttpError(400, "either steps or a duration", slug="wrong-request")
         fresh = {host: now for host, now in self.fresh().items() if not hosts or host in hosts}
-        matching = matching_processes(fresh, wanted)
+        matching = select_processes(fresh, spec)
         if choice == "slowest-and-median":
-            matching = slowest_and_median(matching)
-            ranks = sorted({process.rank for of in matching.values() for process in of if process.rank is not None})
-            wanted = msgspec.structs.replace(wanted, ranks=tuple(ranks))
+            matching = select_slowest_and_median(matching)
+            ranks = sorted(
+                {process.rank for matched in matching.values() for process in matched if process.rank is not None}
+            )
+            spec = msgspec.structs.replace(spec, ranks=tuple(ranks))
         if not matching:
-            raise RequestError(
-                404, f"no host of late has such processes of `{wanted.job}`", slug="no-such-job",
+            raise HttpError(
+                404, f"no host of late has such processes of `{spec.job}`", slug="no-such-job",
                 hint="`traceloom fleet jobs` lists jobs",
             )  # fmt: skip
         now_ns = self.clock()
         for same in self.requests.values() if mark else ():
-            if (same.mark, same.wanted.job) == (mark, wanted.job) and now_ns - same.asked_ns < _SAME_NS:
+            if (same.mark, same.wanted.job) == (mark, spec.job) and now_ns - same.asked_ns < _SAME_NS:
                 return same
         request = FleetRequest(
-            id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger, start=start,
+            id=secrets.token_hex(8), who=requester, asked_ns=now_ns, wanted=spec, trigger=trigger, start=start,
             at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
         )  # fmt: skip
-        of_hosts = {host: {of.rank for of in processes if of.rank is not None} for host, processes in matching.items()}
-        request = planned(request, of_hosts, now_ns)
+        host_ranks = {
+            host: {matched.rank for matched in processes if matched.rank is not None}
+            for host, processes in matching.items()
+        }
+        request = assign_hosts(request, host_ranks, now_ns)
         try:
             await self.put(request)
         except TraceloomError:  # who asks hears so, and asks again
@@ -306,7 +311,7 @@ class HostDesk:
 
     async def cancel(self, request: str) -> None:
         """Stop a request; hosts hear of it with their next question for work."""
-        await self.put(cancelled(self.requests[request], self.clock()))
+        await self.put(cancel_request(self.requests[request], self.clock()))
 
     async def put(self, request: FleetRequest, *, calls: bool = True) -> None:
         """Set how far a request is, write it down, and tell everybody who waits for it.
@@ -332,7 +337,7 @@ class HostDesk:
                         "reason": now.reason, "detail": now.detail, "capture": now.capture,
                         "asked_ns": now.asked_ns, "start_ns": now.start_ns,
                     }  # fmt: skip
-                    events = [fleet_event(f"request.{now.state}", "request", now.id, content, now.since_ns)]
+                    events = [build_fleet_event(f"request.{now.state}", "request", now.id, content, now.since_ns)]
                 await asyncio.to_thread(
                     self.state.put_request, now.id, now.asked_ns, document, self.term, ended=now.ended, events=events
                 )
@@ -342,8 +347,12 @@ class HostDesk:
                     del self._written[now.id]
         if request.ended:
             await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
-            ended = [of.id for of in self.requests.values() if of.ended and of.id not in self._unwritten]
-            for old in ended[: max(len(ended) - _MOST_ENDED, 0)]:
+            ended = [
+                candidate.id
+                for candidate in self.requests.values()
+                if candidate.ended and candidate.id not in self._unwritten
+            ]
+            for old in ended[: max(len(ended) - _MAX_ENDED, 0)]:
                 del self.requests[old]
         if request.state == "stitching":
             self.on_stitching(request)
@@ -366,17 +375,17 @@ class HostDesk:
 
     async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
         """What a host is to do; waits while that is what the host knows (`version`) already."""
-        until = time.monotonic() + min(max(0.0, wait_s), LONGEST_WAIT_S)  # in this order nan is 0
+        until = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)  # in this order nan is 0
         while True:
             call = self._call  # before the look: what changes after it is not missed
-            offers = (work_of(request, host) for request in self._open.values())
+            offers = (get_host_work(request, host) for request in self._open.values())
             work = [offer for offer in offers if offer is not None]
             now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
-            left = until - time.monotonic()
-            if now != version or left <= 0 or self._closing:
+            remaining_s = until - time.monotonic()
+            if now != version or remaining_s <= 0 or self._closing:
                 return WorkAnswer(version=now, work=work)
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(call.wait(), left)
+                await asyncio.wait_for(call.wait(), remaining_s)
 
     async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
         """Take how far a host is; the files of it that are missing.
@@ -390,14 +399,16 @@ class HostDesk:
             files = report.files or progress.files
             names = set()
             for file in files:
-                if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
-                    raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
+                if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MAX_FILE_BYTES:
+                    raise HttpError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
                 names.add(file.name)
-            folder = self.incoming / request / host
-            missing = await asyncio.to_thread(lambda: [file.name for file in files if not _is_there(folder, file)])
+            directory = self.incoming / request / host
+            missing = await asyncio.to_thread(
+                lambda: [file.name for file in files if not _has_arrived(directory, file)]
+            )
             if missing:
                 report = msgspec.structs.replace(report, state="uploading")
-        await self._advance(reported(self.requests[request], host, report, self.clock()))
+        await self._advance(apply_report(self.requests[request], host, report, self.clock()))
         return ReportAnswer(missing=missing)
 
     async def take_file(self, host: str, request: str, name: str, content: AsyncIterator[bytes]) -> None:
@@ -409,23 +420,23 @@ class HostDesk:
         """
         files = {file.name: file for file in self._progress(host, request).files}
         if name not in files:
-            raise RequestError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
+            raise HttpError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
         file = files[name]
-        folder = self.incoming / request / host
-        part = folder / f".{name}.{secrets.token_hex(4)}"
+        directory = self.incoming / request / host
+        part = directory / f".{name}.{secrets.token_hex(4)}"
         digest, size = hashlib.sha256(), 0
         try:
-            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             with part.open("xb") as target:
-                async for piece in content:
-                    size += len(piece)
+                async for chunk in content:
+                    size += len(chunk)
                     if size > file.bytes:
                         break
-                    digest.update(piece)
-                    await asyncio.to_thread(target.write, piece)
+                    digest.update(chunk)
+                    await asyncio.to_thread(target.write, chunk)
             if size != file.bytes or digest.hexdigest() != file.sha256:
-                raise RequestError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
-            await asyncio.to_thread(part.replace, folder / name)
+                raise HttpError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
+            await asyncio.to_thread(part.replace, directory / name)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise OutputError(f"the file cannot be kept: {reason}", slug="cannot-write", where=name) from error
@@ -434,17 +445,17 @@ class HostDesk:
 
     # Inside.
 
-    def _progress(self, host: str, request: str) -> HostProgress:
+    def _progress(self, host: str, request: str) -> HostStatus:
         now = self.requests.get(request)
         if now is None or now.ended or host not in now.hosts:
-            raise RequestError(404, "this host has nothing to do for that request", slug="no-such-request")
+            raise HttpError(404, "this host has nothing to do for that request", slug="no-such-request")
         return now.hosts[host]
 
     async def _advance(self, request: FleetRequest) -> None:
         """Write it down as far as it has come by now."""
         now_ns, before = self.clock(), request
-        while (further := advanced(request, now_ns)) is not request:
-            request = further
+        while (advanced := advance_request(request, now_ns)) is not request:
+            request = advanced
         if request is not self.requests.get(request.id):
             await self.put(request, calls=request is not before)
 
@@ -454,7 +465,7 @@ class HostDesk:
 
     async def _say_of_jobs(self) -> None:
         """Write down what hosts say of jobs, where it is new."""
-        statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        statements = collect_job_facts({host: now.heartbeat.processes for host, now in self.fresh().items()})
         news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
         if news:
             await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
@@ -462,7 +473,7 @@ class HostDesk:
 
     async def _advance_for_ever(self) -> None:
         for count in itertools.count():
-            if count % _LOOKS_AT_JOBS == 0:
+            if count % _POLLS_PER_JOB_SCAN == 0:
                 try:
                     await self._say_of_jobs()
                 except TraceloomError as error:
@@ -478,24 +489,24 @@ class HostDesk:
                     LOG.warning("request %s: %s", name, error)
                 except Exception:
                     LOG.exception("request %s", name)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
-def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:
+def select_processes(hosts: Mapping[str, LastHeartbeat], spec: TraceSpec) -> dict[str, list[HostProcess]]:
     """Host -> its processes that a request is about: of the job, of the ranks, on the host that it names."""
     matching = {
         host: [
             process
             for process in now.heartbeat.processes
-            if process.job == wanted.job and (not wanted.ranks or process.rank in wanted.ranks)
+            if process.job == spec.job and (not spec.ranks or process.rank in spec.ranks)
         ]
         for host, now in hosts.items()
-        if wanted.host in {"", host}
+        if spec.host in {"", host}
     }
     return {host: processes for host, processes in matching.items() if processes}
 
 
-def slowest_and_median(matching: Mapping[str, list[HostProcess]]) -> dict[str, list[HostProcess]]:
+def select_slowest_and_median(matching: Mapping[str, list[HostProcess]]) -> dict[str, list[HostProcess]]:
     """Of all ranks the one that steps slowest and one in the middle; those whose pace nobody knows do not count."""
     paced = [
         (process.steps_per_second, process.rank, host, process)
@@ -504,34 +515,34 @@ def slowest_and_median(matching: Mapping[str, list[HostProcess]]) -> dict[str, l
         if process.steps_per_second is not None and process.rank is not None
     ]
     paced.sort(key=itemgetter(0, 1))
-    chosen: dict[str, list[HostProcess]] = defaultdict(list)
-    for at in sorted({0, len(paced) // 2} if paced else ()):
-        *_, host, process = paced[at]
-        chosen[host].append(process)
-    return dict(chosen)
+    selected: dict[str, list[HostProcess]] = defaultdict(list)
+    for index in sorted({0, len(paced) // 2} if paced else ()):
+        *_, host, process = paced[index]
+        selected[host].append(process)
+    return dict(selected)
 
 
-def possible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
+def drop_impossible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
     """Without minutes that have not been, or in which a device has more than 60,000 ms."""
     spent: dict[tuple[int, str], int] = defaultdict(int)
     for row in rows:
         spent[row.minute, row.device] += row.device_ms
-    last = last_minute(now_ns)
+    last = compute_last_minute(now_ns)
     return [row for row in rows if row.minute <= last and spent[row.minute, row.device] <= 60_000]
 
 
-def last_minute(now_ns: int) -> int:
+def compute_last_minute(now_ns: int) -> int:
     """The last minute since 1970 that may have been by the clock of a host."""
     return now_ns // 60_000_000_000 + 1
 
 
-def _is_there(folder: Path, file: HostFile) -> bool:
+def _has_arrived(directory: Path, file: HostFile) -> bool:
     """Whether a file came; its content was checked when it did."""
-    path = folder / file.name
+    path = directory / file.name
     return path.is_file() and path.stat().st_size == file.bytes
 
 
-CAPTURE = "capture.json"
+CAPTURE_FILE = "capture.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _TIMES_OF_WINDOW, _TIMES_OF_RANK = ("start_ns", "end_ns"), ("created_ns", "written_ns")
 
@@ -544,12 +555,12 @@ class HostPart(msgspec.Struct, frozen=True, kw_only=True):
     clock: ClockOffset | None = None
 
 
-def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) -> list[str]:
+def merge_host_parts(parts: Sequence[HostPart], directory: Path, request: Mapping[str, Any]) -> list[str]:
     """Join the parts in a new directory, by hard links where the file system has them.
 
     Args:
         parts: Of each host, at least one.
-        folder: Made here; must not exist.
+        directory: Made here; must not exist.
         request: What was asked for; `hosts` and `targets` are added to it.
 
     Returns:
@@ -559,18 +570,18 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
         InputError: `no-capture`: no part holds a capture that can be read.
         OSError: It cannot be written; the directory may hold a part then.
     """
-    folder.mkdir()
+    directory.mkdir()
     faults: list[str] = []
-    taken: set[str] = {CAPTURE}
+    used_names: set[str] = {CAPTURE_FILE}
     ranks: list[dict[str, Any]] = []
     hosts: list[dict[str, Any]] = []
     targets: list[dict[str, Any]] = []
-    beside: dict[str, list[str]] = {}
+    sidecars: dict[str, list[str]] = {}
     for part in parts:
         clock = None if part.clock is None else {"offset_ns": part.clock.offset_ns, "error_ns": part.clock.error_ns}
         hosts.append({"host": part.host, "clock": clock})
         try:
-            decoded = capture_document.decode((part.folder / CAPTURE).read_bytes(), CAPTURE)
+            decoded = capture_document.decode((part.folder / CAPTURE_FILE).read_bytes(), CAPTURE_FILE)
         except InputError as error:
             faults.append(f"{part.host}: {error.message}")
             continue
@@ -583,26 +594,26 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
         faults += [f"{part.host}: {notice.message}" for notice in notices]
         if not document["ranks"]:
             faults.append(f"{part.host}: its capture.json names no rank")
-        names = _renamed(sorted(path.name for path in part.folder.iterdir()), taken, part.host)
-        names = {name: new for name, new in names.items() if new not in taken}
-        taken |= set(names.values())
+        names = _rename_files(sorted(path.name for path in part.folder.iterdir()), used_names, part.host)
+        names = {name: new for name, new in names.items() if new not in used_names}
+        used_names |= set(names.values())
         for name, new in names.items():
             source = part.folder / name
             if source.is_symlink() or not source.is_file():
                 continue
             try:
-                os.link(source, folder / new)
+                os.link(source, directory / new)
             except OSError:  # where the file system has no hard links
-                shutil.copyfile(source, folder / new)
-        names = {name: new for name, new in names.items() if (folder / new).exists()}
+                shutil.copyfile(source, directory / new)
+        names = {name: new for name, new in names.items() if (directory / new).exists()}
         for entry in document["ranks"]:
             window = entry.get("window") or {}
             if names.get(str(window.get("file"))) is None:
                 faults.append(f"{part.host}: rank {entry.get('rank')} names a file that did not come")
                 continue
-            ranks.append(_on_clock(entry, names, part.host, clock))
-        asked = document.get("request")
-        listed = asked.get("targets") if isinstance(asked, dict) else None
+            ranks.append(_shift_to_capture_clock(entry, names, part.host, clock))
+        host_request = document.get("request")
+        listed = host_request.get("targets") if isinstance(host_request, dict) else None
         for target in listed if isinstance(listed, list) else ():
             if not isinstance(target, dict):
                 continue
@@ -612,48 +623,48 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
             listed = document.get(kind)
             sent = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
             files = [names[name] for name in sent if name in names]
-            beside.setdefault(kind, []).extend(files)
+            sidecars.setdefault(kind, []).extend(files)
     if not ranks:
         raise InputError("no host sent a trace that can be read", slug="no-capture", hint="; ".join(faults)[:500])
     ranks.sort(key=lambda entry: (entry.get("rank") is None, entry.get("rank") or 0, str(entry.get("host"))))
-    whole = {
+    merged = {
         "format": capture_document.FORMAT, "version": capture_document.VERSION, "traceloom": __version__,
         "stage": "profiled", "run": {}, "ranks": ranks, "request": {**request, "hosts": hosts, "targets": targets},
-        **{kind: files for kind, files in beside.items() if files},
+        **{kind: files for kind, files in sidecars.items() if files},
     }  # fmt: skip
-    (folder / CAPTURE).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    (directory / CAPTURE_FILE).write_text(json.dumps(merged, indent=1), encoding="utf-8")
     return faults
 
 
-def _renamed(names: Iterable[str], taken: set[str], host: str) -> dict[str, str]:
+def _rename_files(names: Iterable[str], used_names: set[str], host: str) -> dict[str, str]:
     """New name of each file: its own, with the host before all names of a process where one of them is taken."""
-    usable = [name for name in names if _NAME.fullmatch(name) and name != CAPTURE]
-    clashes = {name.partition(".")[0] for name in usable if name in taken}
+    usable = [name for name in names if _NAME.fullmatch(name) and name != CAPTURE_FILE]
+    clashes = {name.partition(".")[0] for name in usable if name in used_names}
     before = re.sub(r"[^A-Za-z0-9_-]", "_", host)
     return {name: f"{before}-{name}" if name.partition(".")[0] in clashes else name for name in usable}
 
 
-def _on_clock(
+def _shift_to_capture_clock(
     entry: dict[str, Any], names: Mapping[str, str], host: str, clock: dict[str, int] | None
 ) -> dict[str, Any]:
     """The entry of a rank with the new names of its files and its times on the capture's clock."""
     offset = clock["offset_ns"] if clock is not None else 0
     window = {**entry["window"], "file": names[entry["window"]["file"]]}
     moved = dict(entry)
-    for place, keys in ((window, _TIMES_OF_WINDOW), (moved, _TIMES_OF_RANK)):
+    for section, keys in ((window, _TIMES_OF_WINDOW), (moved, _TIMES_OF_RANK)):
         for key in keys:
-            if isinstance(place.get(key), int):
-                place[key] += offset
+            if isinstance(section.get(key), int):
+                section[key] += offset
     stem = window["file"].partition(".")[0]
     return {**moved, "name": stem, "host": host, "clock": clock, "window": window}
 
 
 _JOIN_POLL_S = 0.5
 _PAUSE_S, _TROUBLE_S = 5.0, 900.0  # between tries, and for how long, where the state or a store does not answer
-_FOR_GOOD = {"no-capture", "unsafe-name"}  # what is wrong with the parts themselves
+_FINAL_FAULTS = {"no-capture", "unsafe-name"}  # what is wrong with the parts themselves
 
 
-class Joining:
+class RequestCompletion:
     """Joins the parts of requests, one after the other, and waits for their analysis.
 
     Args:
@@ -661,7 +672,7 @@ class Joining:
         pipeline: Analyses.
     """
 
-    def __init__(self, desk: HostDesk, pipeline: CapturePipeline) -> None:
+    def __init__(self, desk: HostRegistry, pipeline: CapturePipeline) -> None:
         self.desk, self.pipeline = desk, pipeline
         self._one = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -688,7 +699,7 @@ class Joining:
                 if request.state == "stitching":
                     async with self._one:
                         capture, faults = await asyncio.to_thread(self._join, request)
-                    request = stitched(request, capture, self.desk.clock(), faults)
+                    request = finish_stitching(request, capture, self.desk.clock(), faults)
                     await self.desk.put(request)
                 fault = await self._analysed(request.capture)
                 break
@@ -698,7 +709,7 @@ class Joining:
                     return  # it is another service's now
                 LOG.warning("request %s: %s", request.id, error)
                 fault = str(error)
-                if slug in _FOR_GOOD or time.monotonic() > until:
+                if slug in _FINAL_FAULTS or time.monotonic() > until:
                     break
             except Exception as error:  # of ours; the request ends and says so, it does not stay as it is for ever
                 LOG.exception("request %s cannot be joined", request.id)
@@ -706,7 +717,7 @@ class Joining:
                 break
             await asyncio.sleep(_PAUSE_S)
         with contextlib.suppress(TraceloomError):  # the desk writes it down as soon as it can
-            await self.desk.put(analysed(request, self.desk.clock(), fault))
+            await self.desk.put(finish_analysis(request, self.desk.clock(), fault))
 
     async def _analysed(self, capture: str) -> str:
         """Why the analysis of a capture failed for good; "" once its rows are in the tables."""
@@ -726,20 +737,20 @@ class Joining:
             if progress.state == "uploaded"
         ]
         day = datetime.fromtimestamp(request.asked_ns / 1e9, timezone.utc).date().isoformat()
-        asked = {
+        request_fields = {
             "id": request.id, "who": request.who, "asked_ns": request.asked_ns,
             "wanted": msgspec.to_builtins(request.wanted),
         }  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="traceloom-", dir=self.desk.incoming) as temporary:
-            whole = Path(temporary, "capture")
-            faults = stitch(parts, whole, asked)
+            merged_directory = Path(temporary, "capture")
+            faults = merge_host_parts(parts, merged_directory, request_fields)
             for fault in faults:
                 LOG.warning("request %s: %s", request.id, fault)
-            paths, announced = sorted(whole.iterdir()), []
+            paths, announced = sorted(merged_directory.iterdir()), []
             for path in paths:
                 with path.open("rb") as file:
-                    sha256 = sha256_of(file)
-                    announced.append(FileOfCapture(path.name, file.tell(), sha256))
+                    sha256 = compute_sha256(file)
+                    announced.append(CaptureFile(path.name, file.tell(), sha256))
             files = tuple(announced)
             record = CaptureRecord(
                 id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}", day=day, job=request.wanted.job,
@@ -749,7 +760,7 @@ class Joining:
             record = self.pipeline.state.add_capture(record)
             if not record.complete:
                 for path in paths:
-                    self.pipeline.objects.put_file(f"{folder_of(record)}/{path.name}", path)
+                    self.pipeline.objects.put_file(f"{get_capture_directory(record)}/{path.name}", path)
                 self.pipeline.state.complete_capture(record.id, __version__)
                 self.pipeline.look()
         return record.id, faults

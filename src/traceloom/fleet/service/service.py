@@ -23,18 +23,18 @@ import msgspec
 from traceloom.agent.metrics import Reading
 from traceloom.errors import OutputError, TraceloomError
 from traceloom.fleet import api as forms
-from traceloom.fleet.handlers.now import Watching
-from traceloom.fleet.questions.answering import QuestionDesk
+from traceloom.fleet.handlers.now import LiveQueries
+from traceloom.fleet.questions.answering import QueryService
 from traceloom.fleet.service.committer import WriterProcess
 from traceloom.fleet.service.pipeline import CapturePipeline
-from traceloom.fleet.service.requests import HostDesk, Joining
+from traceloom.fleet.service.requests import HostRegistry, RequestCompletion
 from traceloom.fleet.service.tasks import Engine
-from traceloom.fleet.service.webhooks import WebhookSender, WebhookTargets
-from traceloom.fleet.store.captures import State
-from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.service.webhooks import WebhookAddressPolicy, WebhookDispatcher
+from traceloom.fleet.store.captures import ServiceState
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.tables import Tables
-from traceloom.fleet.triggers import FleetTriggers
-from traceloom.server.access import Connections
+from traceloom.fleet.triggers import FleetTriggerEngine
+from traceloom.server.access import ConnectionLimiter
 from traceloom.server.settings import Access, Tcp, host_and_port
 from traceloom.system import files
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
     from starlette.types import ASGIApp
 
-    from traceloom.server.access import Peer
+    from traceloom.server.access import Caller
 
 
-_NS = 1e9
+_NS_PER_S = 1e9
 
 
 class FleetMetric(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class FleetMetric(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()
 
 
-_DECLARED = (
+_DECLARED_METRICS = (
     FleetMetric("traceloom_fleet_leads", "gauge", "1 on the service that talks to hosts and commits rows, else 0."),
     FleetMetric("traceloom_fleet_tasks", "gauge", "Analyses of captures by how far they are.", ("state",)),
     FleetMetric(
@@ -93,13 +93,13 @@ _DECLARED = (
         ("host",),
     ),
 )  # fmt: skip
-FLEET_METRICS = {metric.name: metric for metric in _DECLARED}
+FLEET_METRICS = {metric.name: metric for metric in _DECLARED_METRICS}
 
 
-class FleetSeries:
+class FleetMetricsCollector:
     """What Prometheus gets of a service, as its client library asks for it."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: FleetService) -> None:
         self.service = service
 
     def collect(self) -> Iterator[Metric]:
@@ -110,15 +110,15 @@ class FleetSeries:
         families = {
             name: kinds[metric.kind](name, metric.help, labels=metric.labels) for name, metric in FLEET_METRICS.items()
         }
-        for name, labels, value in self._readings():
+        for name, labels, value in self._read_metrics():
             families[name].add_metric(labels, value)
         yield from (family for family in families.values() if family.samples)
 
-    def _readings(self) -> Iterator[Reading]:
+    def _read_metrics(self) -> Iterator[Reading]:
         service = self.service
         yield Reading("traceloom_fleet_leads", (), float(service.pipeline.leads))
-        for of_task, tasks in service.state.counts().items():
-            yield Reading("traceloom_fleet_tasks", (of_task,), tasks)
+        for task_state, tasks in service.state.counts().items():
+            yield Reading("traceloom_fleet_tasks", (task_state,), tasks)
         yield Reading("traceloom_fleet_usage_waiting", (), service.state.waiting_minutes())
         if service.objects.directory is not None:
             space = shutil.disk_usage(service.objects.directory)
@@ -130,33 +130,35 @@ class FleetSeries:
         if statm.exists():  # Linux alone says what is resident now
             resident = int(statm.read_text().split()[1]) * resource.getpagesize()
             yield Reading("traceloom_fleet_memory_bytes", (), resident)
-        if (desk := service.hosts) is None:
+        if (registry := service.hosts) is None:
             return
         # The loop goes on meanwhile: what it changes is copied first.
-        fresh, members = desk.fresh(), sorted(desk.members)
-        up = sum(host in fresh for host in members)
+        hosts_up, members = registry.fresh(), sorted(registry.members)
+        up = sum(host in hosts_up for host in members)
         yield Reading("traceloom_fleet_hosts", ("here",), up)
         yield Reading("traceloom_fleet_hosts", ("lost",), len(members) - up)
         devices, jobs = Counter({"well": 0, "stale": 0}), set()
         for host in members:
-            yield Reading("traceloom_fleet_host_up", (host,), float(host in fresh))
+            yield Reading("traceloom_fleet_host_up", (host,), float(host in hosts_up))
             # Also where there is none: of a counter that begins at 1, Prometheus does not see the first.
-            yield Reading("traceloom_fleet_usage_refused_rows", (host,), desk.refused_rows.get(host, 0))
-        for host, now in fresh.items():
-            beat = now.heartbeat
-            if beat.clock is not None:
-                yield Reading("traceloom_fleet_host_clock_offset_seconds", (host,), beat.clock.offset_ns / _NS)
-            devices.update("stale" if device.stale else "well" for device in beat.devices)
-            jobs |= {process.job for process in beat.processes if process.job}
+            yield Reading("traceloom_fleet_usage_refused_rows", (host,), registry.refused_rows.get(host, 0))
+        for host, host_state in hosts_up.items():
+            heartbeat = host_state.heartbeat
+            if heartbeat.clock is not None:
+                yield Reading(
+                    "traceloom_fleet_host_clock_offset_seconds", (host,), heartbeat.clock.offset_ns / _NS_PER_S
+                )
+            devices.update("stale" if device.stale else "well" for device in heartbeat.devices)
+            jobs |= {process.job for process in heartbeat.processes if process.job}
         for state, count in devices.items():
             yield Reading("traceloom_fleet_devices", (state,), count)
         yield Reading("traceloom_fleet_jobs", (), len(jobs))
-        for of_request, requests in Counter(request.state for request in list(desk.requests.values())).items():
-            yield Reading("traceloom_fleet_traces", (of_request,), requests)
+        for request_state, requests in Counter(request.state for request in list(registry.requests.values())).items():
+            yield Reading("traceloom_fleet_traces", (request_state,), requests)
 
 
-ADDRESS = "127.0.0.1:9466"
-_LOOK_S = 0.2
+DEFAULT_ADDRESS = "127.0.0.1:9466"
+_POLL_INTERVAL_S = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +174,7 @@ class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 30.0
 
 
-class Service:
+class FleetService:
     """What the routes ask. Its methods block.
 
     Args:
@@ -188,80 +190,80 @@ class Service:
     """
 
     def __init__(
-        self, state: State, objects: Objects, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
-        *, lease_s: float, commit_s: float, incoming: Path, webhook_targets: WebhookTargets | None = None,
+        self, state: ServiceState, objects: ObjectStore, tables: Tables, engine: Engine, limits: ServiceLimits | None = None,
+        *, lease_s: float, commit_s: float, incoming_directory: Path, webhook_policy: WebhookAddressPolicy | None = None,
         writer: WriterProcess | None = None,
     ) -> None:  # fmt: skip
         from prometheus_client import CollectorRegistry, Counter
 
-        self.state: State = state
+        self.state: ServiceState = state
         self.objects, self.tables = objects, tables
         self.limits = limits or ServiceLimits()
         self.pipeline = CapturePipeline(
             state, objects, tables, engine, lease_s=lease_s, commit_s=commit_s, writer=writer
         )  # fmt: skip
-        self.questions = QuestionDesk(tables, state)
-        self.watching = Watching(tables)
-        self.rendering = asyncio.Lock()  # one report at a time
-        self.hosts: HostDesk | None = None  # while this service leads
-        self.incoming = incoming
-        self._joining: Joining | None = None
-        self.webhook_targets = webhook_targets or WebhookTargets()
-        self.triggers: FleetTriggers | None = None  # beside `hosts`
-        self._telling: asyncio.Task[None] | None = None
+        self.questions = QueryService(tables, state)
+        self.live_queries = LiveQueries(tables)
+        self.render_lock = asyncio.Lock()  # one report at a time
+        self.hosts: HostRegistry | None = None  # while this service leads
+        self.incoming = incoming_directory
+        self._request_completion: RequestCompletion | None = None
+        self.webhook_policy = webhook_policy or WebhookAddressPolicy()
+        self.triggers: FleetTriggerEngine | None = None  # beside `hosts`
+        self._webhook_task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         answered = FLEET_METRICS["traceloom_fleet_requests"]
         self.requests = Counter(answered.name, answered.help, answered.labels, registry=self._registry)
-        self._registry.register(FleetSeries(self))
+        self._registry.register(FleetMetricsCollector(self))
 
-    async def talk_to_hosts(self) -> None:
+    async def run_host_registry(self) -> None:
         """Talk to hosts while this service leads, until it is cancelled."""
         try:
             while True:
                 term = self.pipeline.term if self.pipeline.leads else ""
                 if self.hosts is not None and self.hosts.term != term:
-                    await self._leave_hosts()
+                    await self._stop_host_registry()
                 if term and self.hosts is None:
                     try:
                         self.incoming.mkdir(parents=True, exist_ok=True)
-                        desk = HostDesk(self.state, self.incoming, term)
-                        self._joining = Joining(desk, self.pipeline)
-                        desk.on_stitching = self._joining.take
-                        await desk.start()
-                        self.hosts = desk
-                        self.triggers = FleetTriggers(desk, self.tables)
+                        registry = HostRegistry(self.state, self.incoming, term)
+                        self._request_completion = RequestCompletion(registry, self.pipeline)
+                        registry.on_stitching = self._request_completion.take
+                        await registry.start()
+                        self.hosts = registry
+                        self.triggers = FleetTriggerEngine(registry, self.tables)
                         await self.triggers.start()
-                        sender = WebhookSender(self.state, self.webhook_targets)
-                        self._telling = asyncio.create_task(sender.send_for_ever(), name="webhooks")
+                        sender = WebhookDispatcher(self.state, self.webhook_policy)
+                        self._webhook_task = asyncio.create_task(sender.run_forever(), name="webhooks")
                     except (TraceloomError, OSError) as error:  # of the state, or of the directory
                         _log.warning("hosts cannot be talked to: %s", error)
-                        await self._leave_hosts()
-                await asyncio.sleep(_LOOK_S)
+                        await self._stop_host_registry()
+                await asyncio.sleep(_POLL_INTERVAL_S)
         finally:
-            await self._leave_hosts()
+            await self._stop_host_registry()
 
-    async def _leave_hosts(self) -> None:
-        desk, self.hosts = self.hosts, None
-        joining, self._joining = self._joining, None
-        telling, self._telling = self._telling, None
-        triggers, self.triggers = self.triggers, None
-        if triggers is not None:
-            await triggers.close()
-        if telling is not None:
-            await _ended(telling)
-        if desk is not None:
-            await desk.close()
-        if joining is not None:
-            await joining.close()
+    async def _stop_host_registry(self) -> None:
+        registry, self.hosts = self.hosts, None
+        completion, self._request_completion = self._request_completion, None
+        webhook_task, self._webhook_task = self._webhook_task, None
+        trigger_engine, self.triggers = self.triggers, None
+        if trigger_engine is not None:
+            await trigger_engine.close()
+        if webhook_task is not None:
+            await _cancel_task(webhook_task)
+        if registry is not None:
+            await registry.close()
+        if completion is not None:
+            await completion.close()
 
     def check(self) -> forms.FleetCheckAnswer:
         """Try what the service stands on."""
         counts = self.state.counts()
         checks = [
             forms.FleetCheck(name="state", works=True, text=self.state.where),
-            self._tried("files", self.objects.url, self._write),
-            self._tried("tables", self.tables.url, lambda: self.tables.scan("captures")),
-            self._tried("engine", "", self.pipeline.engine.check),
+            self._run_check("files", self.objects.url, self._check_object_store),
+            self._run_check("tables", self.tables.url, lambda: self.tables.scan("captures")),
+            self._run_check("engine", "", self.pipeline.engine.check),
         ]
         for task in self.state.quarantined(10):
             text = f"{task.capture} by {task.version}: {task.error}"
@@ -269,52 +271,52 @@ class Service:
             checks.append(forms.FleetCheck(name="quarantine", works=False, text=text, help=help_text))
         return forms.FleetCheckAnswer(checks=checks, tasks=counts)
 
-    def _tried(self, name: str, where: str, attempt: Callable[[], object]) -> forms.FleetCheck:
+    def _run_check(self, name: str, location: str, action: Callable[[], object]) -> forms.FleetCheck:
         try:
-            answer = attempt()
+            answer = action()
         except TraceloomError as error:
             return forms.FleetCheck(name=name, works=False, text=str(error), help=error.hint)
-        return forms.FleetCheck(name=name, works=True, text=where or str(answer))
+        return forms.FleetCheck(name=name, works=True, text=location or str(answer))
 
-    def _write(self) -> None:
+    def _check_object_store(self) -> None:
         name = f"checks/{secrets.token_hex(8)}"
         self.objects.put(name, b"x")
         self.objects.delete(name)
 
-    def metrics(self) -> bytes:
+    def render_metrics(self) -> bytes:
         """All series, as text for Prometheus."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
 
 
-class ServiceDoor:
+class FleetListener:
     """The listener of the service: a token in each request says who asks, the connection only where from."""
 
     hint = "`traceloom serve` waits 30 s for a request, or each megabyte of it"
 
     def __init__(self, limits: ServiceLimits) -> None:
-        self.connections = Connections(Access(connections=limits.connections))
+        self.connections = ConnectionLimiter(Access(connections=limits.connections))
         self.seconds = limits.seconds
 
-    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+    def peer(self, transport: asyncio.BaseTransport) -> Caller:
         """Who connects, as far as an address tells."""
-        from traceloom.server.access import Peer
+        from traceloom.server.access import Caller
 
-        return Peer(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
+        return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
 
-    def identify(self, _transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], Peer]:
+    def identify(self, _transport: asyncio.BaseTransport, peer: Caller) -> Callable[[Headers], Caller]:
         """The same for each request: the application asks for its token."""
         return lambda _headers: peer
 
 
-async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None], app: ASGIApp | None = None) -> None:
-    """Answer and analyse until a signal; `ready` is called with the address when everything listens.
+async def serve(service: FleetService, tcp: Tcp, on_ready: Callable[[str], None], app: ASGIApp | None = None) -> None:
+    """Answer and analyse until a signal; `on_ready` is called with the address when everything listens.
 
     Args:
         service: What answers.
         tcp: Where.
-        ready: Told the address.
+        on_ready: Told the address.
         app: What answers over HTTP; None: the routes alone.
 
     Raises:
@@ -324,19 +326,19 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None], app: A
     from uvicorn.server import ServerState
 
     from traceloom.fleet.service.app import build_fleet_app
-    from traceloom.server.listener import DeadlineProtocol, http_config, tcp_security
+    from traceloom.server.listener import TimeoutHttpProtocol, build_tls_context, build_uvicorn_config
 
-    tls, _ = tcp_security(tcp, asks=True)
+    tls, _ = build_tls_context(tcp, asks=True)
     host, port = host_and_port(tcp.address)
-    config = http_config(app or build_fleet_app(service), service.limits.seconds)
-    connections, door = ServerState(), ServiceDoor(service.limits)
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    config = build_uvicorn_config(app or build_fleet_app(service), service.limits.seconds)
+    connections, listener = ServerState(), FleetListener(service.limits)
+    loop, stop_event = asyncio.get_running_loop(), asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop_event.set)
     async with AsyncExitStack() as stack:
         try:
             server = await loop.create_server(
-                lambda: DeadlineProtocol(door, config=config, server_state=connections, app_state={}),
+                lambda: TimeoutHttpProtocol(listener, config=config, server_state=connections, app_state={}),
                 host, port, ssl=tls, backlog=256, ssl_handshake_timeout=service.limits.seconds if tls else None,
             )  # fmt: skip
         except OSError as error:
@@ -348,24 +350,26 @@ async def serve(service: Service, tcp: Tcp, ready: Callable[[str], None], app: A
         service.pipeline.start()
         stack.push_async_callback(asyncio.to_thread, service.pipeline.stop)
         stack.callback(service.questions.close)
-        talking = asyncio.create_task(service.talk_to_hosts(), name="hosts")
-        stack.push_async_callback(_ended, talking)
-        at, bound = server.sockets[0].getsockname()[:2]
-        ready(f"{'https' if tls else 'http'}://{f'[{at}]' if ':' in at else at}:{bound}")
-        await ended.wait()
+        host_task = asyncio.create_task(service.run_host_registry(), name="hosts")
+        stack.push_async_callback(_cancel_task, host_task)
+        bound_host, bound_port = server.sockets[0].getsockname()[:2]
+        on_ready(
+            f"{'https' if tls else 'http'}://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+        )
+        await stop_event.wait()
         for connection in list(connections.connections):
             connection.shutdown()
         if connections.tasks:
             await asyncio.wait(connections.tasks, timeout=1.0)
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+async def _cancel_task(task: asyncio.Task[None]) -> None:
     """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def keep_local_token(state: State, path: Path) -> None:
+def ensure_local_token(state: ServiceState, path: Path) -> None:
     """Have a token of an admin in a file that only this user reads, so that commands of this host need no other.
 
     Raises:

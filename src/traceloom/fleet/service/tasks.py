@@ -23,14 +23,14 @@ from typing import Any, BinaryIO, Literal, Protocol
 import msgspec
 
 from traceloom.errors import InputError, TraceloomError, unreadable
-from traceloom.fleet.store.objects import checked_name
-from traceloom.system.files import is_address, open_regular, sha256_of
+from traceloom.fleet.store.objects import check_object_name
+from traceloom.system.files import compute_sha256, is_address, open_regular
 from traceloom.system.gzip_stream import GzipStream
 
 BASE, NEW = "base", "new"
 """Folders of two captures that are compared."""
 
-MOST_TEXT = 64 << 30
+MAX_TEXT_BYTES = 64 << 30
 """Bytes of a capture when it is unpacked; one that expands beyond all measure is refused by its ratio before."""
 
 
@@ -50,7 +50,7 @@ def check(*, folder: str, files: list[dict[str, Any]]) -> None:
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size != entry["size"]:
             raise InputError("the file has another size than announced", slug="upload-differs", where=entry["name"])
         with open_regular(path) as stream:
-            if sha256_of(stream) != entry["sha256"]:
+            if compute_sha256(stream) != entry["sha256"]:
                 raise InputError("the file is another than announced", slug="upload-differs", where=entry["name"])
             stream.seek(0)
             unpacked = GzipStream(stream)
@@ -60,8 +60,8 @@ def check(*, folder: str, files: list[dict[str, Any]]) -> None:
             before = text
             for _ in unpacked:
                 text = before + unpacked.given
-                if text > MOST_TEXT:
-                    message = f"its files have more than {MOST_TEXT / 1e9:.0f} GB of text"
+                if text > MAX_TEXT_BYTES:
+                    message = f"its files have more than {MAX_TEXT_BYTES / 1e9:.0f} GB of text"
                     raise InputError(message, slug="gzip-bomb", where=entry["name"])
 
 
@@ -78,13 +78,13 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
     Raises:
         InputError: It cannot be read.
     """
-    from traceloom.fleet.service.capture_rows import CaptureOrigin, rows
-    from traceloom.fleet.store.tables import packed_rows
+    from traceloom.fleet.service.capture_rows import CaptureOrigin, build_capture_rows
+    from traceloom.fleet.store.tables import pack_rows
     from traceloom.formats import load
 
-    tables = rows(load(folder, cache=False), CaptureOrigin(capture, received_ns, job=job or None))
+    tables = build_capture_rows(load(folder, cache=False), CaptureOrigin(capture, received_ns, job=job or None))
     with Path(out).open("xb") as file:
-        file.write(packed_rows(tables))
+        file.write(pack_rows(tables))
 
 
 def render_timeline(*, folder: str, out: str, name: str) -> None:
@@ -99,9 +99,9 @@ def render_timeline(*, folder: str, out: str, name: str) -> None:
     from traceloom.report.views.files import Report, write_perfetto_gz
 
     session = replace(load(folder, cache=False), name=name)
-    whole = Report(report.build(session), lambda: session, ReportOptions())
+    full_report = Report(report.build(session), lambda: session, ReportOptions())
     with Path(out).open("xb") as file:
-        write_perfetto_gz(whole, file)
+        write_perfetto_gz(full_report, file)
 
 
 def render(*, folder: str, out: str, name: str) -> None:
@@ -151,7 +151,7 @@ def compare(*, folder: str, out: str, base_name: str, new_name: str) -> None:
 TaskName = Literal["check", "analyse", "render", "render_timeline", "compare"]
 
 MEMORY_BYTES = 8 << 30
-RESULT_BYTES = 256 << 20
+MAX_RESULT_BYTES = 256 << 20
 """The most that a task may give: rows of a capture, or a page."""
 
 
@@ -218,11 +218,11 @@ class Engine(Protocol):
         """End what runs."""
 
 
-_PIECE = 1 << 20
-_SILENCE_S = 60.0  # after which a store that sends nothing is given up
+_CHUNK_BYTES = 1 << 20
+_READ_TIMEOUT_S = 60.0  # after which a store that sends nothing is given up
 
 
-def in_scratch(
+def run_in_scratch(
     task: EngineTask, work: Callable[[dict[str, Any]], None], go_on: Callable[[], None], temporary: Path | None = None
 ) -> bytes:
     """Have a task done on its files, in a folder that is gone afterwards; returns its result.
@@ -239,34 +239,34 @@ def in_scratch(
         OSError: There is no room.
     """
     home = Path(tempfile.mkdtemp(prefix="traceloom-", dir=temporary))
-    folder, out = home / "files", home / "result"
+    directory, out = home / "files", home / "result"
 
     def do(arguments: dict[str, Any]) -> None:
         try:
-            work({"folder": str(folder), **arguments})
+            work({"folder": str(directory), **arguments})
         except TaskError as error:  # whoever reads it knows the names of files, and nothing of this folder
-            text = error.message.replace(f"{folder}{os.sep}", "").replace(str(folder), "the capture")
+            text = error.message.replace(f"{directory}{os.sep}", "").replace(str(directory), "the capture")
             raise TaskError(text, final=error.final) from error
 
     try:
         for file in task.files:
             go_on()
-            _fetch(file, folder / checked_name(file.name), go_on)
+            _fetch_file(file, directory / check_object_name(file.name), go_on)
         if task.name == "check":
             announced = [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in task.files]
             do({"files": announced})
             return b""
         do({"out": str(out), **task.arguments})
         with open_regular(out) as result:
-            content = result.read(RESULT_BYTES + 1)
-        if len(content) > RESULT_BYTES:
-            raise TaskError(f"the result of `{task.name}` has more than {RESULT_BYTES >> 20} MiB")
+            content = result.read(MAX_RESULT_BYTES + 1)
+        if len(content) > MAX_RESULT_BYTES:
+            raise TaskError(f"the result of `{task.name}` has more than {MAX_RESULT_BYTES >> 20} MiB")
         return content
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _fetch(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
+def _fetch_file(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
     """Bring a file to a new path: linked where it lies on the same disk, else copied and compared."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_address(file.at):
@@ -274,46 +274,46 @@ def _fetch(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
             os.link(file.at, path)
             return
     digest, size = hashlib.sha256(), 0
-    with _opened(file) as source, path.open("xb") as out:
-        for piece in _pieces(source, file.name):
+    with _open_file(file) as source, path.open("xb") as out:
+        for chunk in _read_chunks(source, file.name):
             go_on()
-            size += len(piece)
+            size += len(chunk)
             if size > file.size:
                 break
-            digest.update(piece)
-            out.write(piece)
+            digest.update(chunk)
+            out.write(chunk)
     if size != file.size or digest.hexdigest() != file.sha256:
         raise TaskError(f"the file is another than announced ({file.name}) [upload-differs]", final=True)
 
 
-def _opened(file: TaskFile) -> BinaryIO:
+def _open_file(file: TaskFile) -> BinaryIO:
     if not is_address(file.at):
         try:
             return open_regular(Path(file.at))
         except OSError as error:
             raise unreadable(file.at, error, "file of a shared directory") from error
     try:
-        stream: BinaryIO = urllib.request.urlopen(file.at, timeout=_SILENCE_S)  # noqa: S310  (it is of our service)
+        stream: BinaryIO = urllib.request.urlopen(file.at, timeout=_READ_TIMEOUT_S)  # noqa: S310  (it is of our service)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.NOT_FOUND:
             raise TaskError(f"{file.name} is no longer in the store", final=True) from error
         raise unreadable(file.name, ValueError(f"its store answers with HTTP status {error.code}")) from error
     except (OSError, http.client.HTTPException) as error:
-        raise unreadable(file.name, _reason(error)) from error
+        raise unreadable(file.name, _hide_address(error)) from error
     return stream
 
 
-def _pieces(source: BinaryIO, name: str) -> Iterator[bytes]:
+def _read_chunks(source: BinaryIO, name: str) -> Iterator[bytes]:
     try:
-        while piece := source.read(_PIECE):
-            yield piece
+        while chunk := source.read(_CHUNK_BYTES):
+            yield chunk
     except (OSError, http.client.HTTPException) as error:
-        raise unreadable(name, _reason(error)) from error
+        raise unreadable(name, _hide_address(error)) from error
     if getattr(source, "length", None):  # bytes that an answer still owes
         raise unreadable(name, ValueError("the connection ended before the file"))
 
 
-def _reason(error: Exception) -> ValueError:
+def _hide_address(error: Exception) -> ValueError:
     """What went wrong, without the signed address that some errors quote."""
     return ValueError(str(getattr(error, "reason", "")) or type(error).__name__)

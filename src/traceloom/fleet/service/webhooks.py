@@ -25,14 +25,14 @@ from traceloom.errors import InputError, TraceloomError
 from traceloom.fleet.store.rules import Delivery, FleetEvent, WebhookState
 
 LOG = logging.getLogger("traceloom.collect")
-SIGNATURE, EVENT, ID = "Traceloom-Signature", "Traceloom-Event", "Traceloom-Id"
-_S = 1_000_000_000
-_FIRST_WAIT_NS, _LONGEST_WAIT_NS = 10 * _S, 3600 * _S
-_GIVEN_UP_NS = 86_400 * _S
-_EXCHANGE_S = 10.0  # from the look-up of the name to the first line of the answer
-_MOST_LINE = 4096
-_LOOK_S = 1.0
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # leads to any IPv4 address, private ones too
+SIGNATURE_HEADER, EVENT_HEADER, ID_HEADER = "Traceloom-Signature", "Traceloom-Event", "Traceloom-Id"
+_SECOND_NS = 1_000_000_000
+_FIRST_RETRY_NS, _MAX_RETRY_NS = 10 * _SECOND_NS, 3600 * _SECOND_NS
+_MAX_DELIVERY_AGE_NS = 86_400 * _SECOND_NS
+_REQUEST_TIMEOUT_S = 10.0  # from the look-up of the name to the first line of the answer
+_MAX_LINE_BYTES = 4096
+_POLL_INTERVAL_S = 1.0
+_NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")  # leads to any IPv4 address, private ones too
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -48,7 +48,7 @@ class WebhookTarget(NamedTuple):
     tls: bool
 
 
-class WebhookTargets:
+class WebhookAddressPolicy:
     """Which addresses webhooks may lead to: public ones with TLS, and networks that the operator named, without it too.
 
     Args:
@@ -58,9 +58,9 @@ class WebhookTargets:
         InputError: `wrong-config`: one is no network.
     """
 
-    def __init__(self, networks: Iterable[str] = ()) -> None:
+    def __init__(self, allowed_networks: Iterable[str] = ()) -> None:
         try:
-            self._networks: list[IpNetwork] = [ipaddress.ip_network(network) for network in networks]
+            self._allowed_networks: list[IpNetwork] = [ipaddress.ip_network(network) for network in allowed_networks]
         except ValueError as error:
             raise InputError(f"that is no network: {error}", slug="wrong-config", hint="as 10.1.0.0/16") from error
 
@@ -75,8 +75,8 @@ class WebhookTargets:
             port = parts.port
         except ValueError as error:
             raise InputError(f"`{url}` is no address: {error}", slug="wrong-webhook") from error
-        odd = any(not 33 <= ord(sign) <= 126 for sign in url)
-        if odd or parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+        has_odd_characters = any(not 33 <= ord(character) <= 126 for character in url)
+        if has_odd_characters or parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
             raise InputError(f"`{url[:200]}` is no address, as https://chat.example/hook", slug="wrong-webhook")
         tls = parts.scheme == "https"
         port = port or (443 if tls else 80)
@@ -87,11 +87,11 @@ class WebhookTargets:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         for *_, socket_address in answers:
             address = str(socket_address[0]).partition("%")[0]
-            reached = ipaddress.ip_address(address)
-            if isinstance(reached, ipaddress.IPv6Address):
-                reached = reached.ipv4_mapped or reached.sixtofour or reached
-            is_public = reached.is_global and not reached.is_multicast and reached not in _NAT64
-            if (tls and is_public) or any(reached in network for network in self._networks):
+            ip_address = ipaddress.ip_address(address)
+            if isinstance(ip_address, ipaddress.IPv6Address):
+                ip_address = ip_address.ipv4_mapped or ip_address.sixtofour or ip_address
+            is_public = ip_address.is_global and not ip_address.is_multicast and ip_address not in _NAT64_NETWORK
+            if (tls and is_public) or any(ip_address in network for network in self._allowed_networks):
                 return WebhookTarget(address, port, parts.netloc, path, tls)
         raise InputError(
             f"`{parts.hostname}` is an address that webhooks may not lead to" if tls else "a webhook needs https://",
@@ -100,7 +100,7 @@ class WebhookTargets:
         )  # fmt: skip
 
 
-class WebhookSender:
+class WebhookDispatcher:
     """Sends what waits in the state, each webhook at its own pace. Lives in the service's loop.
 
     Args:
@@ -111,109 +111,111 @@ class WebhookSender:
     """
 
     def __init__(
-        self, state: WebhookState, targets: WebhookTargets, clock: Callable[[], int] = time.time_ns,
-        tls: ssl.SSLContext | None = None,
+        self, state: WebhookState, address_policy: WebhookAddressPolicy, clock: Callable[[], int] = time.time_ns,
+        tls_context: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
-        self.state, self.targets, self.clock = state, targets, clock
-        self._tls = tls
-        self._sending: dict[str, asyncio.Task[None]] = {}  # webhook -> its delivery that is under way
+        self.state, self.targets, self.clock = state, address_policy, clock
+        self._tls_context = tls_context
+        self._in_flight: dict[str, asyncio.Task[None]] = {}  # webhook -> its delivery that is under way
 
-    async def send_for_ever(self) -> None:
+    async def run_forever(self) -> None:
         """Send what is due, until it is cancelled; what is under way then is sent again by the next service."""
         try:
             while True:
                 try:
-                    started = await self.start_due()
+                    started = await self.start_due_deliveries()
                 except TraceloomError as error:
                     LOG.warning("webhooks: %s", error)
                     started = False
-                if self._sending and started:
-                    await asyncio.wait(self._sending.values(), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if self._in_flight and started:
+                    await asyncio.wait(
+                        self._in_flight.values(), timeout=_POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                    )
                 else:
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_INTERVAL_S)
         finally:
-            tasks = list(self._sending.values())
+            tasks = list(self._in_flight.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def start_due(self) -> bool:
+    async def start_due_deliveries(self) -> bool:
         """Begin to send what is due, one of each webhook at a time; whether there was anything."""
-        due = await asyncio.to_thread(self.state.due_deliveries, self.clock(), frozenset(self._sending))
+        due = await asyncio.to_thread(self.state.due_deliveries, self.clock(), frozenset(self._in_flight))
         for delivery in due:
-            task = asyncio.create_task(self._deliver(delivery), name=f"webhook {delivery.webhook}")
-            self._sending[delivery.webhook] = task
-            task.add_done_callback(lambda _, name=delivery.webhook: self._sending.pop(name, None))  # type: ignore[misc]
+            task = asyncio.create_task(self._send_and_record(delivery), name=f"webhook {delivery.webhook}")
+            self._in_flight[delivery.webhook] = task
+            task.add_done_callback(lambda _, name=delivery.webhook: self._in_flight.pop(name, None))  # type: ignore[misc]
         return bool(due)
 
     async def send(self, delivery: Delivery) -> str:
         """Send it now; why it did not arrive, "" where it did."""
         try:
-            return await asyncio.wait_for(self._exchange(delivery), _EXCHANGE_S)
+            return await asyncio.wait_for(self._post(delivery), _REQUEST_TIMEOUT_S)
         except (asyncio.TimeoutError, TimeoutError):
-            return f"no answer within {_EXCHANGE_S:g} s"
+            return f"no answer within {_REQUEST_TIMEOUT_S:g} s"
         except InputError as error:
             return error.message
         except (OSError, ValueError, asyncio.IncompleteReadError) as error:
             return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:500]
 
-    async def _deliver(self, delivery: Delivery) -> None:
+    async def _send_and_record(self, delivery: Delivery) -> None:
         error = await self.send(delivery)
         now_ns = self.clock()
-        due_ns = None
-        if error and now_ns - delivery.created_ns < _GIVEN_UP_NS:
-            due_ns = now_ns + min(_FIRST_WAIT_NS << min(delivery.attempts, 16), _LONGEST_WAIT_NS)
+        retry_at_ns = None
+        if error and now_ns - delivery.created_ns < _MAX_DELIVERY_AGE_NS:
+            retry_at_ns = now_ns + min(_FIRST_RETRY_NS << min(delivery.attempts, 16), _MAX_RETRY_NS)
         try:
-            await asyncio.to_thread(self.state.close_delivery, delivery, error, due_ns)
+            await asyncio.to_thread(self.state.close_delivery, delivery, error, retry_at_ns)
         except TraceloomError as trouble:  # it is sent again, with the same id
             LOG.warning("webhook %s: %s", delivery.webhook, trouble)
 
-    async def _exchange(self, delivery: Delivery) -> str:
+    async def _post(self, delivery: Delivery) -> str:
         target = await self.targets.resolve(delivery.url)
         body = delivery.document.encode()
-        timestamp = self.clock() // _S
+        timestamp = self.clock() // _SECOND_NS
         head = "".join(
             f"{line}\r\n"
             for line in (
                 f"POST {target.path} HTTP/1.1", f"Host: {target.host}", f"User-Agent: traceloom/{__version__}",
                 "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close",
-                f"{EVENT}: {delivery.event}", f"{ID}: {delivery.id}",
-                f"{SIGNATURE}: t={timestamp},v1={signature(delivery.secret, timestamp, body)}", "",
+                f"{EVENT_HEADER}: {delivery.event}", f"{ID_HEADER}: {delivery.id}",
+                f"{SIGNATURE_HEADER}: t={timestamp},v1={sign_body(delivery.secret, timestamp, body)}", "",
             )
         )  # fmt: skip
-        name = urlsplit(delivery.url).hostname
+        hostname = urlsplit(delivery.url).hostname
         reader, writer = await asyncio.open_connection(
-            target.address, target.port, limit=_MOST_LINE,
-            ssl=(self._tls or ssl.create_default_context()) if target.tls else None,
-            server_hostname=name if target.tls else None,
+            target.address, target.port, limit=_MAX_LINE_BYTES,
+            ssl=(self._tls_context or ssl.create_default_context()) if target.tls else None,
+            server_hostname=hostname if target.tls else None,
         )  # fmt: skip
         try:
             writer.write(head.encode("ascii") + body)
             await writer.drain()
-            words = (await reader.readuntil(b"\n")).split(maxsplit=2)
+            status_line = (await reader.readuntil(b"\n")).split(maxsplit=2)
         finally:
             writer.close()
-        if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        if len(status_line) < 2 or not status_line[0].startswith(b"HTTP/") or not status_line[1].isdigit():
             return "what answers there does not speak HTTP"
-        status = int(words[1])  # a redirect is an error: it could lead anywhere
+        status = int(status_line[1])  # a redirect is an error: it could lead anywhere
         return "" if 200 <= status < 300 else f"it answers {status}"
 
 
-def signature(secret: str, timestamp: int, body: bytes) -> str:
+def sign_body(secret: str, timestamp: int, body: bytes) -> str:
     """What proves that a body is of who knows the secret: HMAC-SHA256 of `TIMESTAMP.BODY`, in hexadecimal."""
     return hmac.new(secret.encode(), b"%d." % timestamp + body, hashlib.sha256).hexdigest()
 
 
-def fleet_event(name: str, what: str, about: str, content: object, at_ns: int) -> FleetEvent:
+def build_fleet_event(name: str, content_key: str, subject: str, content: object, at_ns: int) -> FleetEvent:
     """An event with its body.
 
     Args:
         name: As `request.done`.
-        what: The key of its content, as `request`.
-        about: What tells it from others of that name.
+        content_key: The key of its content, as `request`.
+        subject: What tells it from others of that name.
         content: What is said of it.
         at_ns: When it was so.
     """
-    event_id = f"{name}:{about}"
-    body = {"version": 1, "id": event_id, "event": name, "at_ns": at_ns, what: content}
+    event_id = f"{name}:{subject}"
+    body = {"version": 1, "id": event_id, "event": name, "at_ns": at_ns, content_key: content}
     return FleetEvent(event_id, name, msgspec.json.encode(body).decode())

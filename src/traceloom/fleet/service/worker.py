@@ -36,7 +36,7 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
     # What is allocated counts, not what is only mapped.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for job in jobs_from(sys.stdin):
+    for job in read_jobs(sys.stdin):
         answer: dict[str, object] = {}
         try:
             arguments = job["arguments"]
@@ -55,7 +55,7 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
         answers.flush()
 
 
-def jobs_from(lines: TextIO) -> Iterator[dict[str, Any]]:
+def read_jobs(lines: TextIO) -> Iterator[dict[str, Any]]:
     """Jobs as they come, for ever: this process ends with whoever sends them, whatever it does."""
     waiting: queue.Queue[str] = queue.Queue()
 

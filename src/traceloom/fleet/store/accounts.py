@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 
-from traceloom.fleet.store.database import StateDatabase, secret_hash
+from traceloom.fleet.store.database import StateDatabase, hash_secret
 
 
 class SessionState(StateDatabase):
@@ -18,7 +18,7 @@ class SessionState(StateDatabase):
             self._change(connection, "DELETE FROM sessions WHERE expires_ns <= :now", now=now)
             self._change(
                 connection, "INSERT INTO sessions (sha256, token, expires_ns) VALUES (:sha256, :token, :expires)",
-                sha256=secret_hash(secret), token=secret_hash(token), expires=now + int(seconds * 1e9),
+                sha256=hash_secret(secret), token=hash_secret(token), expires=now + int(seconds * 1e9),
             )  # fmt: skip
         return secret
 
@@ -27,11 +27,11 @@ class SessionState(StateDatabase):
         with self._transaction() as connection:
             rows = self._rows(
                 connection, "SELECT token FROM sessions WHERE sha256 = :sha256 AND expires_ns > :now",
-                sha256=secret_hash(secret), now=time.time_ns(),
+                sha256=hash_secret(secret), now=time.time_ns(),
             )  # fmt: skip
         return str(rows[0]["token"]) if rows else None
 
     def close_session(self, secret: str) -> None:
         """End a session, if it is one."""
         with self._transaction() as connection:
-            self._change(connection, "DELETE FROM sessions WHERE sha256 = :sha256", sha256=secret_hash(secret))
+            self._change(connection, "DELETE FROM sessions WHERE sha256 = :sha256", sha256=hash_secret(secret))

@@ -16,7 +16,7 @@ import msgspec
 
 from traceloom.errors import UsageError
 from traceloom.fleet.store.accounts import SessionState
-from traceloom.fleet.store.database import secret_hash
+from traceloom.fleet.store.database import hash_secret
 from traceloom.fleet.store.hosts import HostState, JobFactState
 from traceloom.fleet.store.rules import DocumentState
 
@@ -31,11 +31,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 ATTEMPTS = 3
 """How often a task is tried before it is quarantined."""
 
-_WAIT_NS = 2 * 10**9  # before a task that failed is tried again; doubled the second time
+_RETRY_DELAY_NS = 2 * 10**9  # before a task that failed is tried again; doubled the second time
 _ERROR_CHARACTERS = 2000
 
 
-class FileOfCapture(msgspec.Struct, frozen=True):
+class CaptureFile(msgspec.Struct, frozen=True):
     """A file that belongs to a capture: its name in there, its bytes and their SHA-256 in hexadecimal."""
 
     name: str
@@ -53,7 +53,7 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
     received_ns: int
     complete: bool
     bytes: int
-    files: tuple[FileOfCapture, ...]
+    files: tuple[CaptureFile, ...]
 
 
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, str]
 
 
-class State(HostState, DocumentState, JobFactState, SessionState):
+class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts, documents and jobs."""
 
     # captures
@@ -120,7 +120,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                 **values,
             )
             [row] = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=record.id)
-            return _capture(row)
+            return _build_capture(row)
 
     def complete_capture(self, capture: str, version: str) -> None:
         """All files of a capture are there: it is to be analysed by `version`, once however often this is called."""
@@ -133,10 +133,10 @@ class State(HostState, DocumentState, JobFactState, SessionState):
         """One capture, None where there is none of that name."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=name)
-            return _capture(rows[0]) if rows else None
+            return _build_capture(rows[0]) if rows else None
 
     def captures(
-        self, *, uploader: str = "", job: str = "", most: int = 100, before_ns: int = 0
+        self, *, uploader: str = "", job: str = "", limit: int = 100, before_ns: int = 0
     ) -> list[CaptureRecord]:
         """Captures that are complete, newest first: of all or of one uploader or job, received before an instant."""
         with self._transaction() as connection:
@@ -145,9 +145,9 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                 "SELECT * FROM captures WHERE complete = 1 AND (:uploader = '' OR uploader = :uploader) "
                 "AND (:job = '' OR job = :job) AND (:before = 0 OR received_ns < :before) "
                 "ORDER BY received_ns DESC, id LIMIT :most",
-                uploader=uploader, job=job, before=before_ns, most=most,
+                uploader=uploader, job=job, before=before_ns, most=limit,
             )  # fmt: skip
-            return [_capture(row) for row in rows]
+            return [_build_capture(row) for row in rows]
 
     # tasks
 
@@ -189,7 +189,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                 holder=holder, until=now + int(lease_s * 1e9), id=rows[0]["id"],
             )  # fmt: skip
             [row] = self._rows(connection, "SELECT * FROM tasks WHERE id = :id", id=rows[0]["id"])
-            return _task(row)
+            return _build_task(row)
 
     def renew(self, task: str, holder: str, lease_s: float) -> bool:
         """Keep a task for longer; False: the lease had ended and somebody else has it."""
@@ -214,7 +214,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                 connection,
                 "error = :error, holder = '', free_at_ns = :now + :wait * attempts, "
                 "state = CASE WHEN :final = 1 OR attempts >= :most THEN 'quarantined' ELSE state END",
-                task, holder, error=error[:_ERROR_CHARACTERS], now=now, wait=_WAIT_NS, final=int(final), most=ATTEMPTS,
+                task, holder, error=error[:_ERROR_CHARACTERS], now=now, wait=_RETRY_DELAY_NS, final=int(final), most=ATTEMPTS,
             )  # fmt: skip
 
     def give_back(self, task: str, holder: str, wait_s: float) -> None:
@@ -240,13 +240,13 @@ class State(HostState, DocumentState, JobFactState, SessionState):
             bindparam("captures", expanding=True, type_=String())  # of what type none is, PostgreSQL wants to know
         )
         with self._transaction() as connection:
-            return [_task(row) for row in connection.execute(statement, {"captures": captures}).mappings()]
+            return [_build_task(row) for row in connection.execute(statement, {"captures": captures}).mappings()]
 
-    def quarantined(self, most: int = 100) -> list[TaskRecord]:
+    def quarantined(self, limit: int = 100) -> list[TaskRecord]:
         """Tasks that gave nothing, newest first."""
         statement = "SELECT * FROM tasks WHERE state = 'quarantined' ORDER BY created_ns DESC, id LIMIT :most"
         with self._transaction() as connection:
-            return [_task(row) for row in self._rows(connection, statement, most=most)]
+            return [_build_task(row) for row in self._rows(connection, statement, most=limit)]
 
     def counts(self) -> dict[TaskState, int]:
         """How many tasks are in each state."""
@@ -295,7 +295,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
         with self._transaction() as connection:
             return any(self._rows(connection, f"SELECT 1 FROM {rows} LIMIT 1") for rows in waiting)  # noqa: S608
 
-    def open_batch(self, most: int, term: str) -> Batch | None:
+    def open_batch(self, limit: int, term: str) -> Batch | None:
         """The batch that is to be committed: the one that was begun and not ended, else a new one of tasks that wait.
 
         A batch either replaces rows in all of its tasks or in none.
@@ -311,7 +311,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                     connection,
                     "SELECT id, again FROM tasks WHERE state = 'analysed' AND batch IS NULL ORDER BY created_ns, id "
                     "LIMIT :most",
-                    most=most,
+                    most=limit,
                 )
                 if not waiting:
                     return None
@@ -329,7 +329,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                         self._change(connection, statement, number=rows[0]["number"], id=row["id"])
             number = rows[0]["number"]
             tasks = self._rows(connection, "SELECT * FROM tasks WHERE batch = :number ORDER BY id", number=number)
-            return Batch(number, bool(rows[0]["again"]), tuple(_task(row) for row in tasks))
+            return Batch(number, bool(rows[0]["again"]), tuple(_build_task(row) for row in tasks))
 
     def close_batch(self, number: int, term: str) -> None:
         """All tables hold the batch. Errors as of `open_batch`."""
@@ -405,7 +405,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
                 connection,
                 "INSERT INTO tokens (name, role, sha256, created_ns, expires_ns, revoked_ns) VALUES "
                 "(:name, :role, :sha256, :now, :expires, 0) ON CONFLICT (name) DO NOTHING",
-                name=name, role=role, sha256=secret_hash(secret), now=now,
+                name=name, role=role, sha256=hash_secret(secret), now=now,
                 expires=now + int(days * 86_400e9) if days else 0,
             )  # fmt: skip
         if not added:
@@ -416,7 +416,7 @@ class State(HostState, DocumentState, JobFactState, SessionState):
 
     def token(self, secret: str) -> TokenRecord | None:
         """The token with this secret, None where it is none, expired or was revoked."""
-        return self.token_of(secret_hash(secret))
+        return self.token_of(hash_secret(secret))
 
     def token_of(self, sha256: str) -> TokenRecord | None:
         """The same by the hash of its secret."""
@@ -439,32 +439,32 @@ class State(HostState, DocumentState, JobFactState, SessionState):
 
     # audit
 
-    def note(self, who: str, what: str, result: str, details: Mapping[str, str] | None = None) -> None:
+    def note(self, actor: str, action: str, result: str, details: Mapping[str, str] | None = None) -> None:
         """Add a line to the audit, which the database lets nobody change or remove."""
         with self._transaction() as connection:
             self._change(
                 connection,
                 "INSERT INTO audit (id, at_ns, who, what, result, details) "
                 "VALUES (:id, :now, :who, :what, :result, :details)",
-                id=secrets.token_hex(8), now=self._now_ns(connection), who=who, what=what, result=result,
+                id=secrets.token_hex(8), now=self._now_ns(connection), who=actor, what=action, result=result,
                 details=json.dumps(dict(details or {})),
             )  # fmt: skip
 
-    def audit(self, most: int = 1000) -> list[AuditEntry]:
+    def audit(self, limit: int = 1000) -> list[AuditEntry]:
         """The last lines of the audit, newest first."""
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=most)
+            rows = self._rows(connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=limit)
             return [
                 msgspec.convert({**row, "details": json.loads(row["details"])}, AuditEntry, strict=False)
                 for row in rows
             ]
 
 
-def _capture(row: RowMapping) -> CaptureRecord:
+def _build_capture(row: RowMapping) -> CaptureRecord:
     return msgspec.convert(
         {**row, "files": msgspec.json.decode(row["files"]), "complete": bool(row["complete"])}, CaptureRecord
     )
 
 
-def _task(row: RowMapping) -> TaskRecord:
+def _build_task(row: RowMapping) -> TaskRecord:
     return msgspec.convert({**row, "again": bool(row["again"])}, TaskRecord)

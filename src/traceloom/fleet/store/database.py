@@ -155,7 +155,7 @@ class StateDatabase:
                 try:
                     Path(address.database).parent.mkdir(parents=True, exist_ok=True)
                 except OSError as error:
-                    raise _unusable(error.strerror or str(error), self.where) from error
+                    raise _build_unusable_error(error.strerror or str(error), self.where) from error
             sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
             sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
         try:
@@ -182,7 +182,7 @@ class StateDatabase:
                     "another process keeps the database locked", slug="state-busy", where=self.where,
                     hint="try again; a backup or a shell may hold it",
                 ) from error  # fmt: skip
-            raise _unusable(reason, self.where) from error
+            raise _build_unusable_error(reason, self.where) from error
 
     def _rows(self, connection: Connection, statement: str, **values: object) -> Sequence[RowMapping]:
         return connection.execute(self._text(statement), values).mappings().all()
@@ -191,7 +191,7 @@ class StateDatabase:
         return connection.execute(self._text(statement), values).rowcount
 
     def _open_rows(
-        self, table: str, key: tuple[str, ...], series: str, most: int, term: str
+        self, table: str, key: tuple[str, ...], series: str, limit: int, term: str
     ) -> Sequence[RowMapping]:  # fmt: skip
         """Rows of a table that are to be put into the tables under one number: those that were begun and not ended,
         else a new batch; none where none waits.
@@ -200,7 +200,7 @@ class StateDatabase:
             table: It has a column `batch`: its number, 0 once it has ended, and null before it was begun.
             key: The columns that tell its rows apart; those that are least come first.
             series: Of the numbers.
-            most: So many rows in a new batch.
+            limit: So many rows in a new batch.
             term: By which this service leads.
 
         Raises:
@@ -209,11 +209,11 @@ class StateDatabase:
         columns, same = ", ".join(key), " AND ".join(f"{name} = :{name}" for name in key)
         begun = f"SELECT * FROM {table} WHERE batch > 0 ORDER BY {columns}"  # noqa: S608  (names of ours)
         new = f"SELECT {columns} FROM {table} WHERE batch IS NULL ORDER BY {columns} LIMIT :most"  # noqa: S608
-        begin = f"UPDATE {table} SET batch = :number WHERE {same}"  # noqa: S608
+        assign_statement = f"UPDATE {table} SET batch = :number WHERE {same}"  # noqa: S608
         with self._transaction() as connection:
             self._check_leader(connection, term)
             rows = self._rows(connection, begun)
-            if not rows and (waiting := self._rows(connection, new, most=most)):
+            if not rows and (waiting := self._rows(connection, new, most=limit)):
                 self._change(
                     connection,
                     "INSERT INTO numbers (name, value) VALUES (:name, 1) "
@@ -222,7 +222,7 @@ class StateDatabase:
                 )
                 [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=series)
                 number = row["value"]
-                connection.execute(self._text(begin), [{**row, "number": number} for row in waiting])
+                connection.execute(self._text(assign_statement), [{**row, "number": number} for row in waiting])
                 rows = self._rows(connection, begun)
             return rows
 
@@ -275,13 +275,13 @@ def _prepare_sqlite(connection: object, _record: object) -> None:
     connection.execute("PRAGMA foreign_keys = ON")
 
 
-def _unusable(reason: str, where: str) -> OutputError:
+def _build_unusable_error(reason: str, location: str) -> OutputError:
     return OutputError(
-        f"the state of the service cannot be used: {reason.lower()}", slug="state-unusable", where=where,
+        f"the state of the service cannot be used: {reason.lower()}", slug="state-unusable", where=location,
         hint="it needs a disk with room that it may write to, or a PostgreSQL that answers",
     )  # fmt: skip
 
 
-def secret_hash(secret: str) -> str:
+def hash_secret(secret: str) -> str:
     """What is kept of a secret: its SHA-256, in hexadecimal."""
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.fleet.store.database import StateDatabase, secret_hash
+from traceloom.fleet.store.database import StateDatabase, hash_secret
 from traceloom.fleet.store.rules import FleetEvent, TriggerState
 
 
-class WaitingMinute(NamedTuple):
+class PendingMinute(NamedTuple):
     """What a host used in a minute since 1970, as text; of the minutes before it, from `since` on, it says nothing."""
 
     host: str
@@ -31,7 +31,7 @@ class HostState(TriggerState):
         with self._transaction() as connection:
             self._change(
                 connection, "INSERT INTO enrolments (sha256, host, expires_ns) VALUES (:sha256, :host, :expires)",
-                sha256=secret_hash(secret), host=host, expires=time.time_ns() + int(days * 86_400e9),
+                sha256=hash_secret(secret), host=host, expires=time.time_ns() + int(days * 86_400e9),
             )  # fmt: skip
         return secret
 
@@ -41,10 +41,10 @@ class HostState(TriggerState):
         One that is for another than this host stays.
         """
         with self._transaction() as connection:
-            rows = self._rows(connection, "SELECT * FROM enrolments WHERE sha256 = :sha256", sha256=secret_hash(secret))
+            rows = self._rows(connection, "SELECT * FROM enrolments WHERE sha256 = :sha256", sha256=hash_secret(secret))
             for_another = bool(rows) and rows[0]["host"] not in {"", host}
             if not for_another and not self._change(
-                connection, "DELETE FROM enrolments WHERE sha256 = :sha256", sha256=secret_hash(secret)
+                connection, "DELETE FROM enrolments WHERE sha256 = :sha256", sha256=hash_secret(secret)
             ):
                 return None
             return str(rows[0]["host"]) if rows[0]["expires_ns"] > time.time_ns() else None
@@ -56,7 +56,7 @@ class HostState(TriggerState):
                 connection,
                 "INSERT INTO hosts (host, sha256, enrolled_ns, usage_through) VALUES (:host, :sha256, :now, 0) "
                 "ON CONFLICT (host) DO UPDATE SET sha256 = :sha256, enrolled_ns = :now",
-                host=host, sha256=secret_hash(secret), now=time.time_ns(),
+                host=host, sha256=hash_secret(secret), now=time.time_ns(),
             )  # fmt: skip
 
     def remove_host(self, host: str) -> bool:
@@ -72,7 +72,7 @@ class HostState(TriggerState):
     # requests for traces
 
     def put_request(
-        self, name: str, asked_ns: int, document: str, term: str, *, ended: bool, events: Sequence[FleetEvent] = ()
+        self, name: str, requested_ns: int, document: str, term: str, *, ended: bool, events: Sequence[FleetEvent] = ()
     ) -> None:
         """Write down how far a request is; where it ends by this, webhooks are told the events.
 
@@ -86,16 +86,16 @@ class HostState(TriggerState):
                 connection,
                 "INSERT INTO requests (id, asked_ns, ended, document) VALUES (:id, :asked, :ended, :document) "
                 "ON CONFLICT (id) DO UPDATE SET ended = :ended, document = :document",
-                id=name, asked=asked_ns, ended=int(ended), document=document,
+                id=name, asked=requested_ns, ended=int(ended), document=document,
             )  # fmt: skip
             if ended and not (before and before[0]["ended"]):
                 self._tell(connection, events)
 
-    def requests(self, *, most: int = 100) -> list[str]:
+    def requests(self, *, limit: int = 100) -> list[str]:
         """Documents of requests, newest first: all that have not ended, and of the others the last ones."""
         with self._transaction() as connection:
             rows = self._rows(
-                connection, "SELECT document FROM requests ORDER BY ended, asked_ns DESC LIMIT :most", most=most
+                connection, "SELECT document FROM requests ORDER BY ended, asked_ns DESC LIMIT :most", most=limit
             )
             return [row["document"] for row in rows]
 
@@ -133,7 +133,7 @@ class HostState(TriggerState):
             [row] = self._rows(connection, "SELECT COUNT(*) AS waiting FROM usage_waiting")
             return int(row["waiting"])
 
-    def open_usage(self, most: int, term: str) -> tuple[int, list[WaitingMinute]] | None:
+    def open_usage(self, limit: int, term: str) -> tuple[int, list[PendingMinute]] | None:
         """The number of a batch of minutes that is to be put into the tables, and them; None where none waits.
 
         The batch that was begun and not ended comes first.
@@ -141,8 +141,8 @@ class HostState(TriggerState):
         Raises:
             OutputError: `not-leading`: it is not `term` that leads.
         """
-        rows = self._open_rows("usage_waiting", ("minute", "host"), "usage", most, term)
-        waiting = [WaitingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows]
+        rows = self._open_rows("usage_waiting", ("minute", "host"), "usage", limit, term)
+        waiting = [PendingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows]
         return (rows[0]["batch"], waiting) if rows else None
 
     def close_usage(self, number: int, term: str) -> None:
@@ -152,8 +152,8 @@ class HostState(TriggerState):
             self._change(connection, "DELETE FROM usage_waiting WHERE batch = :number", number=number)
 
 
-_KEPT_NS = 90 * 86_400 * 10**9  # how long the last thing that was said of a job is remembered here
-_MOST_LABELS = 100
+_RETENTION_NS = 90 * 86_400 * 10**9  # how long the last thing that was said of a job is remembered here
+_MAX_LABELS = 100
 
 
 class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -171,11 +171,11 @@ class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     def with_more(self, later: JobFacts) -> JobFacts:
         """With what is said later, which goes before; nothing that was said is unsaid."""
         news = {name: value for name, value in msgspec.structs.asdict(later).items() if value and name != "labels"}
-        labels = dict(sorted((self.labels | later.labels).items())[:_MOST_LABELS])
+        labels = dict(sorted((self.labels | later.labels).items())[:_MAX_LABELS])
         return msgspec.structs.replace(self, **news, labels=labels)
 
 
-class WaitingFacts(NamedTuple):
+class PendingFacts(NamedTuple):
     """What is said of a job from an instant on."""
 
     job: str
@@ -208,7 +208,7 @@ class JobFactState(StateDatabase):
                 )  # fmt: skip
         return changes
 
-    def open_job_facts(self, most: int, term: str) -> tuple[int, list[WaitingFacts]] | None:
+    def open_job_facts(self, limit: int, term: str) -> tuple[int, list[PendingFacts]] | None:
         """The number of a batch that is to be put into the tables, and it; None where nothing waits.
 
         The batch that was begun and not ended comes first.
@@ -216,9 +216,9 @@ class JobFactState(StateDatabase):
         Raises:
             OutputError: `not-leading`: it is not `term` that leads.
         """
-        rows = self._open_rows("job_facts", ("since_ns", "job"), "jobs", most, term)
+        rows = self._open_rows("job_facts", ("since_ns", "job"), "jobs", limit, term)
         waiting = [
-            WaitingFacts(row["job"], row["since_ns"], msgspec.json.decode(row["document"], type=JobFacts))
+            PendingFacts(row["job"], row["since_ns"], msgspec.json.decode(row["document"], type=JobFacts))
             for row in rows
         ]
         return (rows[0]["batch"], waiting) if rows else None
@@ -232,5 +232,5 @@ class JobFactState(StateDatabase):
                 connection,
                 "DELETE FROM job_facts WHERE batch = 0 AND (since_ns < :old OR EXISTS (SELECT 1 FROM job_facts later "
                 "WHERE later.job = job_facts.job AND later.since_ns > job_facts.since_ns))",
-                old=self._now_ns(connection) - _KEPT_NS,
+                old=self._now_ns(connection) - _RETENTION_NS,
             )

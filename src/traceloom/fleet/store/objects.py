@@ -25,26 +25,26 @@ from traceloom.system.files import is_address
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
-_MOST_PARTS = 6
-_READ = 1 << 20
-_PARTIAL = ".incoming-"
-_LEFT_S = 86_400  # after which nobody writes a file any more
-_CLIENT = {"connect_timeout": "5s", "timeout": "600s"}
-_MOST_AT_ONCE = 5000 << 20
+_NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
+_MAX_PARTS = 6
+_READ_BYTES = 1 << 20
+_PARTIAL_PREFIX = ".incoming-"
+_STALE_AFTER_S = 86_400  # after which nobody writes a file any more
+_CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "600s"}
+_MAX_UPLOAD_BYTES = 5000 << 20
 """Bytes that S3 (5 GiB) and Azure (5,000 MiB) both take by one PUT, as who has a signed address sends them."""
-_RETRY = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
+_RETRY_OPTIONS = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
 
 
-def checked_name(name: str) -> str:
+def check_object_name(name: str) -> str:
     """The name of an object, or of a file of a capture: parts with `/` between, which lead nowhere else.
 
     Raises:
         UsageError: `unsafe-name`.
     """
     parts = name.split("/")
-    if len(parts) > _MOST_PARTS or not all(_PART.fullmatch(part) for part in parts):
+    if len(parts) > _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
         raise UsageError(
             f"{name[:80]!r} cannot be the name of a file here", slug="unsafe-name",
             hint="names have letters, digits and . _ - @ + =, and begin with a letter, a digit or _",
@@ -52,7 +52,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-class Objects:
+class ObjectStore:
     """The files below an address.
 
     Args:
@@ -82,11 +82,13 @@ class Objects:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
                 raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
             config = dict(options or {})
-            plain = config.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
+            allow_http = config.pop(
+                "aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", "")
+            )  # the client's options go before
             try:
                 self._store = from_url(  # type: ignore[call-overload]
-                    self.url, config=config, retry_config=_RETRY,
-                    client_options={**_CLIENT, "allow_http": plain.lower() in {"1", "true"}},
+                    self.url, config=config, retry_config=_RETRY_OPTIONS,
+                    client_options={**_CLIENT_OPTIONS, "allow_http": allow_http.lower() in {"1", "true"}},
                 )  # fmt: skip
             except (BaseError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
@@ -96,12 +98,12 @@ class Objects:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(self.directory, error) from error
+            raise _build_write_error(self.directory, error) from error
         self._store = LocalStore(self.directory)
-        for left in self.directory.glob(f"{_PARTIAL}*"):  # by a process that was killed
+        for leftover in self.directory.glob(f"{_PARTIAL_PREFIX}*"):  # by a process that was killed
             with suppress(FileNotFoundError):
-                if left.stat().st_mtime < time.time() - _LEFT_S:
-                    left.unlink()
+                if leftover.stat().st_mtime < time.time() - _STALE_AFTER_S:
+                    leftover.unlink()
 
     def put(self, name: str, content: bytes) -> bool:
         """Write a small object that is not there yet; False: it was, and is left as it is.
@@ -112,7 +114,7 @@ class Objects:
         """
         from obstore.exceptions import AlreadyExistsError, BaseError
 
-        checked_name(name)
+        check_object_name(name)
         if self.directory is not None:
             with self.writing(name) as file:
                 file.write(content)
@@ -122,14 +124,14 @@ class Objects:
         except AlreadyExistsError:
             return False
         except (BaseError, OSError) as error:
-            raise _unwritable(self._where(name), error) from error
+            raise _build_write_error(self._where(name), error) from error
         return True
 
     def put_file(self, name: str, path: Path) -> None:
         """Write a file of any size under a name; what is there already is left as it is. Errors as of `put`."""
         from obstore.exceptions import BaseError
 
-        checked_name(name)
+        check_object_name(name)
         if self.directory is not None:
             with path.open("rb") as source, self.writing(name) as file:
                 shutil.copyfileobj(source, file, 1 << 20)
@@ -138,7 +140,7 @@ class Objects:
             try:
                 self._store.put(name, path)
             except (BaseError, OSError) as error:
-                raise _unwritable(self._where(name), error) from error
+                raise _build_write_error(self._where(name), error) from error
 
     @contextmanager
     def writing(self, name: str) -> Iterator[NewFile]:
@@ -149,8 +151,8 @@ class Objects:
             UsageError: `unsafe-name`.
         """
         assert self.directory is not None, "object stores take files by `upload_url`"
-        path = self.directory / checked_name(name)
-        partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
+        path = self.directory / check_object_name(name)
+        partial = self.directory / f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}"
         try:
             with partial.open("xb") as handle:
                 file = NewFile(handle)
@@ -163,7 +165,7 @@ class Objects:
             except FileExistsError:
                 file.existed = True
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _build_write_error(path, error) from error
         finally:
             with suppress(FileNotFoundError):
                 partial.unlink()
@@ -171,7 +173,7 @@ class Objects:
     @property
     def most_uploaded(self) -> int:
         """Bytes that a file may have which somebody else sends to this store."""
-        return sys.maxsize if self.directory is not None else _MOST_AT_ONCE
+        return sys.maxsize if self.directory is not None else _MAX_UPLOAD_BYTES
 
     def upload_url(self, name: str, seconds: int) -> str | None:
         """Where anybody may PUT this object for so many seconds; None for a directory.
@@ -192,7 +194,7 @@ class Objects:
         """
         if self.directory is None:
             return self._signed("GET", name, seconds)
-        path = self.directory / checked_name(name)
+        path = self.directory / check_object_name(name)
         return str(path) if path.is_file() else None
 
     def _signed(self, method: Literal["GET", "PUT"], name: str, seconds: int) -> str:
@@ -200,7 +202,7 @@ class Objects:
         from obstore.exceptions import BaseError
         from obstore.store import LocalStore
 
-        checked_name(name)
+        check_object_name(name)
         assert not isinstance(self._store, LocalStore), "a directory signs nothing"
         try:
             return obstore.sign(self._store, method, name, timedelta(seconds=seconds))
@@ -216,7 +218,7 @@ class Objects:
         from obstore.exceptions import BaseError
 
         try:
-            return self._store.head(checked_name(name))["size"]
+            return self._store.head(check_object_name(name))["size"]
         except FileNotFoundError:
             return None
         except (BaseError, OSError) as error:
@@ -231,8 +233,8 @@ class Objects:
         from obstore.exceptions import BaseError
 
         try:
-            for piece in self._store.get(checked_name(name)).stream(min_chunk_size=_READ):
-                yield bytes(piece)
+            for chunk in self._store.get(check_object_name(name)).stream(min_chunk_size=_READ_BYTES):
+                yield bytes(chunk)
         except (BaseError, OSError) as error:
             raise self._unreadable(name, error) from error
 
@@ -245,11 +247,11 @@ class Objects:
         from obstore.exceptions import BaseError
 
         try:
-            self._store.delete(checked_name(name))
+            self._store.delete(check_object_name(name))
         except FileNotFoundError:
             return
         except (BaseError, OSError) as error:
-            raise _unwritable(self._where(name), error) from error
+            raise _build_write_error(self._where(name), error) from error
 
     def names(self, prefix: str) -> list[str]:
         """The names below a prefix, such as `analysed`, sorted.
@@ -260,7 +262,7 @@ class Objects:
         from obstore.exceptions import BaseError
 
         try:
-            return sorted(entry["path"] for page in self._store.list(checked_name(prefix)) for entry in page)
+            return sorted(entry["path"] for page in self._store.list(check_object_name(prefix)) for entry in page)
         except (BaseError, OSError) as error:
             raise self._unreadable(prefix, error) from error
 
@@ -278,11 +280,11 @@ class NewFile:
         self._handle = handle
         self.existed = False
 
-    def write(self, piece: bytes) -> None:
+    def write(self, chunk: bytes) -> None:
         """Add bytes."""
-        self._handle.write(piece)
+        self._handle.write(chunk)
 
 
-def _unwritable(where: object, error: Exception) -> OutputError:
+def _build_write_error(location: object, error: Exception) -> OutputError:
     reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
-    return OutputError(f"the object cannot be written: {reason}", slug="cannot-write", where=str(where))
+    return OutputError(f"the object cannot be written: {reason}", slug="cannot-write", where=str(location))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DocumentName = Literal["owners", "prices"]
 
 
-class KeptDocument(NamedTuple):
+class StoredDocument(NamedTuple):
     """A version of a document, from 1 on: since when it counts, who wrote it, its text."""
 
     version: int
@@ -32,23 +32,23 @@ class KeptDocument(NamedTuple):
 class DocumentState(StateDatabase):
     """Documents and their earlier versions."""
 
-    def document(self, name: DocumentName, version: int | None = None) -> KeptDocument | None:
+    def document(self, name: DocumentName, version: int | None = None) -> StoredDocument | None:
         """A version of a document, the last one without a number; None where there is none."""
-        kept = self.documents(name, 1, version)
-        return kept[0] if kept else None
+        versions = self.documents(name, 1, version)
+        return versions[0] if versions else None
 
-    def documents(self, name: DocumentName, most: int = 1000, version: int | None = None) -> list[KeptDocument]:
+    def documents(self, name: DocumentName, limit: int = 1000, version: int | None = None) -> list[StoredDocument]:
         """The versions of a document, newest first; of one number where it is named."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
                 "SELECT version, at_ns, who, document FROM documents WHERE name = :name "
                 "AND (:version = 0 OR version = :version) ORDER BY version DESC LIMIT :most",
-                name=name, version=version or 0, most=most,
+                name=name, version=version or 0, most=limit,
             )  # fmt: skip
-            return [KeptDocument(row["version"], row["at_ns"], row["who"], row["document"]) for row in rows]
+            return [StoredDocument(row["version"], row["at_ns"], row["who"], row["document"]) for row in rows]
 
-    def put_document(self, name: DocumentName, who: str, document: str) -> int:
+    def put_document(self, name: DocumentName, author: str, document: str) -> int:
         """Keep a new version; its number."""
         with self._transaction() as connection:
             # two who write at once get two numbers, or the second is refused by the key
@@ -61,15 +61,15 @@ class DocumentState(StateDatabase):
                 connection,
                 "INSERT INTO documents (name, version, at_ns, who, document) "
                 "VALUES (:name, :version, :now, :who, :document)",
-                name=name, version=row["version"], now=self._now_ns(connection), who=who, document=document,
+                name=name, version=row["version"], now=self._now_ns(connection), who=author, document=document,
             )  # fmt: skip
             return int(row["version"])
 
 
 EventName = Literal["request.done", "request.partial", "request.failed", "regression.new"]
 EVENTS: tuple[EventName, ...] = get_args(EventName)
-MOST_WEBHOOKS = 32
-MOST_WAITING = 1000
+MAX_WEBHOOKS = 32
+MAX_WAITING = 1000
 """Deliveries of one webhook that wait; what comes beyond is dropped, and counted."""
 
 
@@ -120,8 +120,8 @@ class WebhookState(StateDatabase):
         secret = f"tlw_{secrets.token_urlsafe(32)}"
         with self._transaction() as connection:
             [row] = self._rows(connection, "SELECT COUNT(*) AS number FROM webhooks")
-            if row["number"] >= MOST_WEBHOOKS:
-                raise UsageError(f"there are {MOST_WEBHOOKS} webhooks", slug="too-many-webhooks", hint="remove some")
+            if row["number"] >= MAX_WEBHOOKS:
+                raise UsageError(f"there are {MAX_WEBHOOKS} webhooks", slug="too-many-webhooks", hint="remove some")
             added = self._change(
                 connection,
                 "INSERT INTO webhooks (name, url, secret, events, created_ns, delivered, failed, dropped, error) "
@@ -174,7 +174,7 @@ class WebhookState(StateDatabase):
 
     def close_delivery(self, delivery: Delivery, error: str = "", due_ns: int | None = None) -> None:
         """It arrived; or it did not, and is tried again at `due_ns`, or never."""
-        whose = {"name": delivery.webhook, "id": delivery.id}
+        delivery_key = {"name": delivery.webhook, "id": delivery.id}
         with self._transaction() as connection:
             self._change(
                 connection, "UPDATE webhooks SET error = :error WHERE name = :name", error=error, name=delivery.webhook
@@ -183,10 +183,10 @@ class WebhookState(StateDatabase):
                 self._change(
                     connection,
                     "UPDATE deliveries SET due_ns = :due, attempts = attempts + 1 WHERE webhook = :name AND id = :id",
-                    due=due_ns, **whose,
+                    due=due_ns, **delivery_key,
                 )  # fmt: skip
                 return
-            self._change(connection, "DELETE FROM deliveries WHERE webhook = :name AND id = :id", **whose)
+            self._change(connection, "DELETE FROM deliveries WHERE webhook = :name AND id = :id", **delivery_key)
             counted = "failed = failed + 1" if error else "delivered = delivered + 1"
             self._change(connection, f"UPDATE webhooks SET {counted} WHERE name = :name", name=delivery.webhook)  # noqa: S608
 
@@ -199,16 +199,16 @@ class WebhookState(StateDatabase):
             "SELECT name, events, (SELECT COUNT(*) FROM deliveries WHERE webhook = webhooks.name) AS n FROM webhooks"
         )
         for row in self._rows(connection, waiting):
-            wanted = [event for event in events if event.event in json.loads(row["events"])]
-            room = max(MOST_WAITING - row["n"], 0)
-            for event in wanted[:room]:
+            subscribed = [event for event in events if event.event in json.loads(row["events"])]
+            free_slots = max(MAX_WAITING - row["n"], 0)
+            for event in subscribed[:free_slots]:
                 self._change(
                     connection,
                     "INSERT INTO deliveries (webhook, id, event, created_ns, due_ns, attempts, document) "
                     "VALUES (:webhook, :id, :event, :now, :now, 0, :document) ON CONFLICT DO NOTHING",
                     webhook=row["name"], id=event.id, event=event.event, now=now, document=event.document,
                 )  # fmt: skip
-            if dropped := len(wanted[room:]):
+            if dropped := len(subscribed[free_slots:]):
                 statement = "UPDATE webhooks SET dropped = dropped + :more WHERE name = :name"
                 self._change(connection, statement, more=dropped, name=row["name"])
 
@@ -245,7 +245,7 @@ class TriggerState(WebhookState):
             return [row["document"] for row in charges], {row["name"]: row["document"] for row in counts}
 
     def put_trigger_documents(
-        self, charges: Mapping[str, str], counts: Mapping[str, str], gone: Sequence[str] = ()
+        self, charges: Mapping[str, str], counts: Mapping[str, str], removed: Sequence[str] = ()
     ) -> None:
         """Write charges (by request) and counts (by rule) that have changed, and forget others."""
         with self._transaction() as connection:
@@ -256,12 +256,12 @@ class TriggerState(WebhookState):
                     "ON CONFLICT (request) DO UPDATE SET document = :document",
                     request=request, document=document,
                 )  # fmt: skip
-            for request in gone:
+            for request in removed:
                 self._change(connection, "DELETE FROM trigger_charges WHERE request = :request", request=request)
             for name, document in counts.items():
                 self._set(connection, "trigger_counts", name, document)
 
-    def newly_committed(self, most: int = 1000) -> tuple[int, list[CommittedCapture]]:
+    def newly_committed(self, limit: int = 1000) -> tuple[int, list[CommittedCapture]]:
         """The last batch, and captures that were first analysed in it or since the one that was noted last.
 
         None are new before one was noted.
@@ -275,7 +275,7 @@ class TriggerState(WebhookState):
                 "SELECT t.capture, c.job FROM tasks t JOIN captures c ON c.id = t.capture WHERE t.state = 'committed' "
                 "AND t.again = 0 AND t.batch > :after AND t.batch <= :through ORDER BY t.batch DESC, t.capture "
                 "LIMIT :most",
-                after=int(rows[0]["document"]), through=through, most=most,
+                after=int(rows[0]["document"]), through=through, most=limit,
             )  # fmt: skip
             return through, [CommittedCapture(row["capture"], row["job"]) for row in new]
 
@@ -301,8 +301,8 @@ class TriggerState(WebhookState):
             first = not self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_LOOKED)
             self._set(connection, "settings", _LOOKED, "")
             rows = self._rows(connection, "SELECT series, since_ns FROM regressions_seen")
-            seen = {row["series"]: row["since_ns"] for row in rows}
-            new = [name for name, at_ns in since_ns.items() if name not in seen or at_ns > seen[name] + apart_ns]
+            seen_ns = {row["series"]: row["since_ns"] for row in rows}
+            new = [name for name, at_ns in since_ns.items() if name not in seen_ns or at_ns > seen_ns[name] + apart_ns]
             for name in new:
                 self._change(
                     connection,

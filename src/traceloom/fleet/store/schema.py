@@ -15,7 +15,7 @@ import polars as pl
 
 from traceloom.analyze.idle import CAUSES
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.trace.columns import column
+from traceloom.trace.columns import find_column
 from traceloom.trace.frames import Column
 
 VERSION = 1
@@ -71,12 +71,14 @@ class TableSchema:
         )
 
 
-_DAY = Column("text", "Day", "day in UTC of the start of the capture or of the time, which tables are partitioned by")
-_CAPTURE = Column("text", "Capture", "name of the capture")
-_MODEL = Column("text", "Device", "model of the device", _NO_MODEL)
-_JOB = Column("text", "Job", "name of the job", "it belongs to none, or nothing says which")
+_DAY_COLUMN = Column(
+    "text", "Day", "day in UTC of the start of the capture or of the time, which tables are partitioned by"
+)
+_CAPTURE_COLUMN = Column("text", "Capture", "name of the capture")
+_MODEL_COLUMN = Column("text", "Device", "model of the device", _NO_MODEL)
+_JOB_COLUMN = Column("text", "Job", "name of the job", "it belongs to none, or nothing says which")
 
-_OWNERS: dict[str, Column] = {
+_OWNER_COLUMNS: dict[str, Column] = {
     "job": Column("text", "Job", "name of the job"),
     "scheduler": Column("text", "Scheduler", "what started the job: slurm, kubernetes, ...", "nothing names it"),
     "user": Column("text", "User", "who started it", _NOT_SAID),
@@ -90,12 +92,12 @@ _OWNERS: dict[str, Column] = {
     "valid_to_ns": Column("time", "Until", "when it ceases to hold, Unix time", "it holds on"),
 }
 
-_USAGE: dict[str, Column] = {
+_USAGE_COLUMNS: dict[str, Column] = {
     "time_ns": Column("time", "Time", "start of the minute or hour, Unix time"),
     "host": Column("text", "Host", "name of the host"),
     "device": Column("text", "Device", "uuid of the device"),
     "device_model": Column("text", "Model", "model of the device", "the agent does not name it"),
-    "job": _JOB,
+    "job": _JOB_COLUMN,
     "state": Column("text", "State", f"what the device was in: {', '.join(STATES)}"),
     "device_ms": Column(
         "count", "Device time, ms",
@@ -112,34 +114,34 @@ _USAGE: dict[str, Column] = {
     "input_bytes": Column("bytes", "Input", "bytes of input that the job read meanwhile", "nothing says how many"),
 }  # fmt: skip
 
-_OF_UNIT = {
+_UNIT_TYPES = {
     **dict.fromkeys(("text", "name"), pl.String()),
     **dict.fromkeys(("time", "bytes", "count"), pl.Int64()),
     **dict.fromkeys(("share", "number", "flops"), pl.Float64()),
 }
-_OTHER = {"day": pl.Date(), "notices": pl.List(pl.String())}
+_OTHER_TYPES = {"day": pl.Date(), "notices": pl.List(pl.String())}
 
 
-def _table(name: str, meaning: str, columns: Mapping[str, Column], keep_days: int | None = None) -> TableSchema:
-    declared = {"day": _DAY, **columns}
-    types = {key: _OTHER.get(key, _OF_UNIT[declaration.unit]) for key, declaration in declared.items()}
+def _define_table(name: str, meaning: str, columns: Mapping[str, Column], keep_days: int | None = None) -> TableSchema:
+    declared = {"day": _DAY_COLUMN, **columns}
+    types = {key: _OTHER_TYPES.get(key, _UNIT_TYPES[declaration.unit]) for key, declaration in declared.items()}
     return TableSchema(name, meaning, pl.Schema(types), declared, keep_days)
 
 
-def _shared(*names: str) -> dict[str, Column]:
-    return {name: column(name) for name in names}
+def _get_shared_columns(*names: str) -> dict[str, Column]:
+    return {name: find_column(name) for name in names}
 
 
 SCHEMAS: dict[str, TableSchema] = {
     table.name: table
     for table in (
-        _table(
+        _define_table(
             "captures",
             "one capture, as it was analysed last",
             {
-                "capture": _CAPTURE,
+                "capture": _CAPTURE_COLUMN,
                 "request": Column("text", "Request", "request that it answers", "it was uploaded unasked"),
-                "job": _JOB,
+                "job": _JOB_COLUMN,
                 "start_ns": Column("time", "At", "start of its first event, Unix time"),
                 "window_ns": Column("time", "Window", "from the first to the last event of all its ranks"),
                 "ranks": Column("count", "Ranks", "ranks that were captured"),
@@ -157,41 +159,41 @@ SCHEMAS: dict[str, TableSchema] = {
                 "version": Column("text", "Version", "version of Traceloom that analysed it"),
             },
         ),
-        _table(
+        _define_table(
             "devices",
             "one device of one rank in a capture: compute, exposed communication, exposed memory and idle time add up "
             "to the window, the causes of idle time to idle time",
             {
-                "capture": _CAPTURE,
-                **_shared("rank", "host", "device"),
-                "device_model": _MODEL,
+                "capture": _CAPTURE_COLUMN,
+                **_get_shared_columns("rank", "host", "device"),
+                "device_model": _MODEL_COLUMN,
                 "window_ns": Column("time", "Window", "from the first to the last GPU work"),
-                **_shared("busy_ns", "idle_ns"),
+                **_get_shared_columns("busy_ns", "idle_ns"),
                 **{
                     f"idle_{cause}_ns": Column("time", f"Idle: {cause.replace('_', ' ')}", f"idle time: {meaning}")
                     for cause, meaning in CAUSES.items()
                 },
-                **_shared(
+                **_get_shared_columns(
                     "compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns", "exposed_memory_ns"
                 ),
             },
         ),
-        _table(
+        _define_table(
             "kernels",
             "GPU work of a rank of a capture with the same kernel, operator, shapes, types and bound; of a capture the "
             "totals add up to all its GPU work",
             {
-                "capture": _CAPTURE,
-                **_shared("rank"),
-                "device_model": _MODEL,
-                **_shared("kernel"),
+                "capture": _CAPTURE_COLUMN,
+                **_get_shared_columns("rank"),
+                "device_model": _MODEL_COLUMN,
+                **_get_shared_columns("kernel"),
                 "kind": Column("text", "Kind", "kind of work: gemm, attention, elementwise, copy, ..."),
                 "bound": Column("text", "Bound by", "what limits it: compute, memory, latency or unknown"),
-                **_shared("op"),
+                **_get_shared_columns("op"),
                 "shapes": Column("name", "Shapes", "shapes of its inputs, as JSON text", "they were not recorded"),
                 "types": Column("text", "Types", "element types of its inputs, as JSON text", "they were not recorded"),
                 "count": Column("count", "Count", "pieces of GPU work"),
-                **_shared("total_ns"),
+                **_get_shared_columns("total_ns"),
                 "min_ns": Column("time", "Min", "shortest piece of work"),
                 "max_ns": Column("time", "Max", "longest piece of work"),
                 "roofline_ns": Column(
@@ -203,11 +205,11 @@ SCHEMAS: dict[str, TableSchema] = {
                 ),
             },
         ),
-        _table(
+        _define_table(
             "findings",
             "one finding of a capture",
             {
-                "capture": _CAPTURE,
+                "capture": _CAPTURE_COLUMN,
                 "slug": Column("text", "Rule", "rule that it comes from, as `traceloom explain` names it"),
                 "saving_ns": Column("time", "Saves", "what fixing it saves per step", "it saves no time"),
                 "saving_fraction": Column("share", "Of the step", "the same over the step", "it saves no time"),
@@ -215,16 +217,16 @@ SCHEMAS: dict[str, TableSchema] = {
                 "rank": Column("count", "Rank", "rank that its first evidence is of", "it is about no single rank"),
             },
         ),
-        _table("usage_minute", "a share of a device's minute, by job and state", _USAGE, keep_days=30),
-        _table("usage_hour", "the same, added up over an hour", _USAGE),
-        _table("jobs", "what a job, its scheduler and its agents say of it", _OWNERS),
-        _table("owners", "what people say of a job, which goes before that", _OWNERS),
+        _define_table("usage_minute", "a share of a device's minute, by job and state", _USAGE_COLUMNS, keep_days=30),
+        _define_table("usage_hour", "the same, added up over an hour", _USAGE_COLUMNS),
+        _define_table("jobs", "what a job, its scheduler and its agents say of it", _OWNER_COLUMNS),
+        _define_table("owners", "what people say of a job, which goes before that", _OWNER_COLUMNS),
     )
 }  # fmt: skip
 """Table -> its declaration, in the order of the documentation."""
 
 
-def day_of(time_ns: int) -> date:
+def get_utc_day(time_ns: int) -> date:
     """The day in UTC of a Unix time in nanoseconds.
 
     Raises:
@@ -233,17 +235,19 @@ def day_of(time_ns: int) -> date:
     return datetime.fromtimestamp(time_ns // 1_000_000_000, timezone.utc).date()
 
 
-_OF_DEVICE = ("time_ns", "host", "device")
+_DEVICE_KEYS = ("time_ns", "host", "device")
 _MINUTE_NS = MINUTE_MS * 1_000_000
 _HOUR_NS = 60 * _MINUTE_NS
-_MOST = 1e18  # of an amount: more is none, and no 64 bits hold a sum of many
-_TEXTS = ("host", "device", "device_model", "job", "state")
-_AMOUNTS = ("busy_ms", "energy_mj", "flops_low", "flops_high", "input_bytes")
+_MAX_AMOUNT = 1e18  # of an amount: more is none, and no 64 bits hold a sum of many
+_TEXT_COLUMNS = ("host", "device", "device_model", "job", "state")
+_AMOUNT_COLUMNS = ("busy_ms", "energy_mj", "flops_low", "flops_high", "input_bytes")
 # Amounts added up; null where none is known.
-_SUMS = [pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name) for name in _AMOUNTS]
+_AMOUNT_SUMS = [
+    pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name) for name in _AMOUNT_COLUMNS
+]
 
 
-def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame:
+def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame:
     """Rows of `usage_minute` from what was seen.
 
     The parts of a device's minute become whole milliseconds; what rounding leaves goes to the largest remainders, in
@@ -251,70 +255,70 @@ def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame
     minute, as of an agent that was asked twice or whose clock jumped, are scaled down to one.
 
     Args:
-        seen: Columns of `usage_minute` but `day`; `device_ms` and the amounts may have fractions. Rows of one device,
+        observed: Columns of `usage_minute` but `day`; `device_ms` and the amounts may have fractions. Rows of one device,
             minute, job and state are added up. A time inside a minute counts for that minute; parts that are not
             positive are left out, amounts that are negative or not finite are not known.
         due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that are to be heard of: those
             of which nothing was seen in the minute are unreachable for all of it.
     """
-    amounts = {name: pl.col(name).cast(pl.Float64) for name in ("device_ms", *_AMOUNTS)}
-    parts = seen.select(
+    amounts = {name: pl.col(name).cast(pl.Float64) for name in ("device_ms", *_AMOUNT_COLUMNS)}
+    parts = observed.select(
         pl.col("time_ns") // _MINUTE_NS * _MINUTE_NS,
-        *(pl.col(name).cast(pl.String) for name in _TEXTS),
-        *(pl.when(amount.is_between(0.0, _MOST)).then(amount).alias(name) for name, amount in amounts.items()),
+        *(pl.col(name).cast(pl.String) for name in _TEXT_COLUMNS),
+        *(pl.when(amount.is_between(0.0, _MAX_AMOUNT)).then(amount).alias(name) for name, amount in amounts.items()),
     ).filter(pl.col("device_ms") > 0)
     if due is not None:
-        silent = due.select(*_OF_DEVICE, "device_model").join(parts, on=_OF_DEVICE, how="anti")
+        silent = due.select(*_DEVICE_KEYS, "device_model").join(parts, on=_DEVICE_KEYS, how="anti")
         parts = pl.concat([parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal")
     # Texts as numbers in their order are grouped and sorted in a fraction of the time.
-    values = {name: parts[name].drop_nulls().unique() for name in _TEXTS}
+    values = {name: parts[name].drop_nulls().unique() for name in _TEXT_COLUMNS}
     values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
     orders = pl.Schema({name: pl.Enum(texts.sort()) for name, texts in values.items()})
     summed = (
         parts.cast(orders)
-        .group_by(*_OF_DEVICE, "state", "job")
-        .agg(pl.col("device_ms").sum(), *_SUMS, pl.col("device_model").drop_nulls().first())
+        .group_by(*_DEVICE_KEYS, "state", "job")
+        .agg(pl.col("device_ms").sum(), *_AMOUNT_SUMS, pl.col("device_model").drop_nulls().first())
     )
     lost = (
-        summed.group_by(_OF_DEVICE)
+        summed.group_by(_DEVICE_KEYS)
         .agg(pl.col("device_model").drop_nulls().first(), device_ms=MINUTE_MS - pl.col("device_ms").sum())
         .filter(pl.col("device_ms") > 0)
         .with_columns(state=pl.lit(UNREACHABLE, orders["state"]))
     )
-    rows = pl.concat([summed, lost], how="diagonal").sort(*_OF_DEVICE, "state", "job")
-    rows = rows.with_columns(device_ms=_whole(rows["device_ms"].to_numpy(), rows.select(_OF_DEVICE)))
-    return rows.filter(pl.col("device_ms") > 0).lazy().pipe(_declared, "usage_minute").collect()
+    rows = pl.concat([summed, lost], how="diagonal").sort(*_DEVICE_KEYS, "state", "job")
+    rows = rows.with_columns(device_ms=_fit_to_minutes(rows["device_ms"].to_numpy(), rows.select(_DEVICE_KEYS)))
+    return rows.filter(pl.col("device_ms") > 0).lazy().pipe(_cast_to_schema, "usage_minute").collect()
 
 
-def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
+def _fit_to_minutes(parts: Floats, device_minutes: pl.DataFrame) -> Ints:
     """Parts as whole milliseconds of which those of a device and minute, which stand together, add up to 60,000."""
     if not parts.size:
         return np.empty(0, dtype=np.int64)
-    group = of_device.select(pl.struct(pl.all()).rle_id()).to_series().to_numpy().astype(np.int64)
+    group = device_minutes.select(pl.struct(pl.all()).rle_id()).to_series().to_numpy().astype(np.int64)
     first = np.flatnonzero(np.diff(group, prepend=-1))
     exact = parts * (MINUTE_MS / np.add.reduceat(parts, first))[group]
     floor = np.floor(exact)
-    left = MINUTE_MS - np.add.reduceat(floor, first)
+    missing_ms = MINUTE_MS - np.add.reduceat(floor, first)
     # by remainder in each group, which ends before the next begins; equal remainders stay in their order
-    by_remainder = np.argsort(group + (floor - exact), kind="stable")
-    turn = np.empty(parts.size, dtype=np.int64)
-    turn[by_remainder] = np.arange(parts.size) - first[group]
-    return np.asarray(floor + (turn < left[group]), dtype=np.int64)
+    remainder_order = np.argsort(group + (floor - exact), kind="stable")
+    rank_in_group = np.empty(parts.size, dtype=np.int64)
+    rank_in_group[remainder_order] = np.arange(parts.size) - first[group]
+    return np.asarray(floor + (rank_in_group < missing_ms[group]), dtype=np.int64)
 
 
-def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
+def compute_usage_hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
     """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are added up to parts."""
     rows = (
         usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
-        .group_by(*_OF_DEVICE, "state", "job")
-        .agg(pl.col("device_ms").sum(), *_SUMS, pl.col("device_model").drop_nulls().first())
-        .sort(*_OF_DEVICE, "state", "job")
+        .group_by(*_DEVICE_KEYS, "state", "job")
+        .agg(pl.col("device_ms").sum(), *_AMOUNT_SUMS, pl.col("device_model").drop_nulls().first())
+        .sort(*_DEVICE_KEYS, "state", "job")
     )
-    return rows.lazy().pipe(_declared, "usage_hour").collect()
+    return rows.lazy().pipe(_cast_to_schema, "usage_hour").collect()
 
 
-def _declared(frame: pl.LazyFrame, table: str) -> pl.LazyFrame:
+def _cast_to_schema(frame: pl.LazyFrame, table: str) -> pl.LazyFrame:
     types = SCHEMAS[table].types
-    whole = [pl.col(name).round() for name in ("busy_ms", "energy_mj", "input_bytes")]
+    rounded = [pl.col(name).round() for name in ("busy_ms", "energy_mj", "input_bytes")]
     day = pl.from_epoch(pl.col("time_ns"), "ns").dt.date()
-    return frame.with_columns(*whole, day=day).select(pl.col(name).cast(kind) for name, kind in types.items())
+    return frame.with_columns(*rounded, day=day).select(pl.col(name).cast(kind) for name, kind in types.items())

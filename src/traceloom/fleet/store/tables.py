@@ -22,7 +22,7 @@ import polars as pl
 from polars.exceptions import PanicException, PolarsError
 
 from traceloom.errors import InputError, OutputError, other_version
-from traceloom.fleet.store.schema import SCHEMAS, VERSION, hours
+from traceloom.fleet.store.schema import SCHEMAS, VERSION, compute_usage_hours
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -75,7 +75,7 @@ class Tables:
             except InputError as error:  # noqa: PERF203  (a dozen tables)
                 if not isinstance(error.__cause__, TableNotFoundError):
                     raise
-                with _writing(self.address(name)):
+                with _report_write_errors(self.address(name)):
                     write_deltalake(
                         self.address(name), schema.empty(), mode="ignore", partition_by=["day"], name=name,
                         description=schema.meaning, configuration=_CONFIGURATION, storage_options=self.options,
@@ -130,22 +130,24 @@ class Tables:
         noted = CommitProperties(app_transactions=[Transaction(source, number)])
         added: dict[str, int] = {}
         for name, schema in SCHEMAS.items():
-            again = captures if "capture" in schema.types else []
-            if name not in rows and not again:
+            rewritten = captures if "capture" in schema.types else []
+            if name not in rows and not rewritten:
                 continue
             frame = schema.complete(rows.get(name, schema.empty()))
             if frame["day"].null_count():
                 raise ValueError(f"a row of `{name}` is of no day")
-            if not (frame.height or again):
+            if not (frame.height or rewritten):
                 continue
             table = self._open(name)
             last = table.transaction_version(source)
             if last is not None and last >= number:
                 continue
-            with _writing(self.address(name)):
-                if again:
-                    named = "capture IN ({})".format(", ".join(f"'{capture}'" for capture in again))
-                    write_deltalake(table, frame, mode="overwrite", predicate=named, commit_properties=noted)
+            with _report_write_errors(self.address(name)):
+                if rewritten:
+                    capture_predicate = "capture IN ({})".format(", ".join(f"'{capture}'" for capture in rewritten))
+                    write_deltalake(
+                        table, frame, mode="overwrite", predicate=capture_predicate, commit_properties=noted
+                    )
                 else:
                     write_deltalake(table, frame, mode="append", commit_properties=noted)
             added[name] = frame.height
@@ -163,7 +165,7 @@ class Tables:
         """
         for name, schema in SCHEMAS.items():
             table = self._open(name)
-            with _writing(self.address(name)):
+            with _report_write_errors(self.address(name)):
                 if schema.keep_days is not None:
                     table.delete(f"day < '{(today - timedelta(days=schema.keep_days)).isoformat()}'")
                 if name == "usage_hour":
@@ -178,13 +180,13 @@ class Tables:
         """Hour by hour: of thousands of devices a whole day of parts is more than fits."""
         from deltalake import write_deltalake
 
-        of_day = self.scan("usage_hour", day, day)
-        for time_ns in of_day.select(pl.col("time_ns").unique().sort()).collect()["time_ns"]:
-            parts = of_day.filter(pl.col("time_ns") == time_ns).collect()
-            whole = hours(parts)
-            if whole.height < parts.height:
+        day_rows = self.scan("usage_hour", day, day)
+        for time_ns in day_rows.select(pl.col("time_ns").unique().sort()).collect()["time_ns"]:
+            parts = day_rows.filter(pl.col("time_ns") == time_ns).collect()
+            hour_rows = compute_usage_hours(parts)
+            if hour_rows.height < parts.height:
                 write_deltalake(
-                    table, whole, mode="overwrite", predicate=f"day = '{day.isoformat()}' AND time_ns = {time_ns}"
+                    table, hour_rows, mode="overwrite", predicate=f"day = '{day.isoformat()}' AND time_ns = {time_ns}"
                 )
 
     def _open(self, name: str) -> DeltaTable:
@@ -205,7 +207,7 @@ class Tables:
 
 
 @contextmanager
-def _writing(address: str) -> Iterator[None]:
+def _report_write_errors(address: str) -> Iterator[None]:
     from deltalake.exceptions import DeltaError
 
     try:
@@ -215,23 +217,23 @@ def _writing(address: str) -> Iterator[None]:
         raise OutputError(f"the table cannot be written: {reason}", slug="cannot-write", where=address) from error
 
 
-ROWS_BYTES = 1 << 30
+MAX_ROWS_BYTES = 1 << 30
 """The most that the rows of a capture may have in memory."""
 
 _SUFFIX = ".arrow"
 
 
-def packed_rows(rows: Mapping[str, pl.DataFrame]) -> bytes:
+def pack_rows(rows: Mapping[str, pl.DataFrame]) -> bytes:
     """Rows by table as one file."""
-    whole = io.BytesIO()
-    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, frame in rows.items():
             with archive.open(f"{name}{_SUFFIX}", "w") as file:
                 frame.write_ipc(file, compression="uncompressed")  # so that the archive says how large it is
-    return whole.getvalue()
+    return buffer.getvalue()
 
 
-def unpacked_rows(content: bytes, capture: str) -> dict[str, pl.DataFrame]:
+def unpack_rows(content: bytes, capture: str) -> dict[str, pl.DataFrame]:
     """What `packed_rows` made, by table, with all columns of each.
 
     Whoever made it has read files of strangers: it is taken for what the schemas allow, and for rows of its capture.
@@ -242,8 +244,8 @@ def unpacked_rows(content: bytes, capture: str) -> dict[str, pl.DataFrame]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             entries = archive.infolist()
-            if sum(entry.file_size for entry in entries) > ROWS_BYTES:
-                raise ValueError(f"they have more than {ROWS_BYTES >> 20} MiB")
+            if sum(entry.file_size for entry in entries) > MAX_ROWS_BYTES:
+                raise ValueError(f"they have more than {MAX_ROWS_BYTES >> 20} MiB")
             tables = {}
             for entry in entries:
                 name = entry.filename.removesuffix(_SUFFIX)

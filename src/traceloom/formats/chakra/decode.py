@@ -21,8 +21,8 @@ from traceloom.formats.chakra.files import Block
 from traceloom.trace.array_types import Ints
 
 _PADDING = 32  # reading a little past the last message must find bytes
-_FEW = 24  # so few messages are faster one by one
-_MOST_SHIFT = 63
+_FEW_MESSAGES = 24  # so few messages are faster one by one
+_MAX_SHIFT = 63
 
 
 class DamageError(ValueError):
@@ -43,15 +43,15 @@ class Buffer:
     words: NDArray[np.uint64]
 
 
-def buffer(data: bytes) -> Buffer:
+def build_buffer(data: bytes) -> Buffer:
     """A buffer of `data`."""
-    whole = data + bytes(_PADDING)
+    padded = data + bytes(_PADDING)
     length = len(data) + _PADDING // 2
     return Buffer(
-        whole,
-        np.frombuffer(whole, np.uint8),
-        np.ndarray(length, "<u4", whole, strides=(1,)),
-        np.ndarray(length, "<u8", whole, strides=(1,)),
+        padded,
+        np.frombuffer(padded, np.uint8),
+        np.ndarray(length, "<u4", padded, strides=(1,)),
+        np.ndarray(length, "<u8", padded, strides=(1,)),
     )
 
 
@@ -75,15 +75,17 @@ class Fields:
 
     def where(self, flags: NDArray[np.bool_]) -> Fields:
         """Some of the fields."""
-        at = np.flatnonzero(flags)
-        return Fields(self.row[at], self.number[at], self.kind[at], self.value[at], self.begin[at])
+        indices = np.flatnonzero(flags)
+        return Fields(
+            self.row[indices], self.number[indices], self.kind[indices], self.value[indices], self.begin[indices]
+        )
 
     def numbered(self, number: int, kind: int) -> Fields:
         """The fields of a number, as far as they have the wire type that it should have."""
         return self.where((self.number == number) & (self.kind == kind))
 
 
-def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
+def decode_fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     """The fields of all messages.
 
     Args:
@@ -96,13 +98,13 @@ def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     """
     steps: list[Fields] = []
     rows = np.flatnonzero(starts < stops)
-    at, stop = starts[rows], stops[rows]
-    while len(rows) > _FEW:
-        step, at = _step(source, rows, at, stop)
+    offset, stop = starts[rows], stops[rows]
+    while len(rows) > _FEW_MESSAGES:
+        step, offset = _decode_next_fields(source, rows, offset, stop)
         steps.append(step)
-        more = at < stop
-        rows, at, stop = rows[more], at[more], stop[more]
-    last = _one_by_one(source, rows, at, stop)
+        unfinished = offset < stop
+        rows, offset, stop = rows[unfinished], offset[unfinished], stop[unfinished]
+    last = _decode_one_by_one(source, rows, offset, stop)
     counts = np.bincount(np.concatenate([last.row, *(step.row for step in steps)]), minlength=len(starts))
     first = np.cumsum(counts) - counts
     # The n-th step holds the n-th field of its messages; what was left is in order already.
@@ -119,38 +121,38 @@ def fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
     return Fields(*columns)
 
 
-def _step(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> tuple[Fields, Ints]:
+def _decode_next_fields(source: Buffer, rows: Ints, offset: Ints, stop: Ints) -> tuple[Fields, Ints]:
     """The next field of each message, and where the one after it begins."""
-    key, at = _varint(source, rows, at)
+    key, offset = _decode_varints(source, rows, offset)
     kind, number = key & 7, key >> 3
-    value, begin = np.zeros(len(rows), np.int64), at.copy()
+    value, start = np.zeros(len(rows), np.int64), offset.copy()
     for wire_type, indices in ((t, np.flatnonzero(kind == t)) for t in (VARINT, DELIMITED, FIXED64, FIXED32)):
         if not len(indices):
             continue
         if wire_type in {VARINT, DELIMITED}:
-            value[indices], begin[indices] = _varint(source, rows[indices], at[indices])
+            value[indices], start[indices] = _decode_varints(source, rows[indices], offset[indices])
         elif wire_type == FIXED64:
-            value[indices], begin[indices] = source.words[at[indices]].view(np.int64), at[indices] + 8
+            value[indices], start[indices] = source.words[offset[indices]].view(np.int64), offset[indices] + 8
         else:
-            value[indices], begin[indices] = source.halves[at[indices]], at[indices] + 4
-    after = begin + np.where(kind == DELIMITED, value, 0)
+            value[indices], start[indices] = source.halves[offset[indices]], offset[indices] + 4
+    after = start + np.where(kind == DELIMITED, value, 0)
     wrong = (after > stop) | ((kind == DELIMITED) & (value < 0)) | (number == 0) | (kind > FIXED32)
     wrong |= (kind > DELIMITED) & (kind < FIXED32)  # groups, which no version of the schema has
     if wrong.any():
         raise DamageError(int(rows[np.flatnonzero(wrong)[0]]))
-    return Fields(rows, number, kind, value, begin), after
+    return Fields(rows, number, kind, value, start), after
 
 
-def _varint(source: Buffer, rows: Ints, at: Ints) -> tuple[Ints, Ints]:
+def _decode_varints(source: Buffer, rows: Ints, offset: Ints) -> tuple[Ints, Ints]:
     """The varint at each position, and where it ends."""
     last = len(source.bytes) - 1
-    byte = source.bytes[np.minimum(at, last)]
+    byte = source.bytes[np.minimum(offset, last)]
     value = (byte & 127).astype(np.uint64)
-    after = at + 1
+    after = offset + 1
     unfinished = np.flatnonzero(byte > 127)
     shift = 7
     while len(unfinished):
-        if shift > _MOST_SHIFT:
+        if shift > _MAX_SHIFT:
             raise DamageError(int(rows[unfinished[0]]))
         byte = source.bytes[np.minimum(after[unfinished], last)]
         value[unfinished] |= (byte & 127).astype(np.uint64) << np.uint64(shift)
@@ -160,16 +162,16 @@ def _varint(source: Buffer, rows: Ints, at: Ints) -> tuple[Ints, Ints]:
     return value.view(np.int64), after
 
 
-def _one_by_one(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> Fields:
+def _decode_one_by_one(source: Buffer, rows: Ints, offset: Ints, stop: Ints) -> Fields:
     parsed: list[tuple[int, int, int, int, int]] = []
-    for row, begin, end in zip(rows.tolist(), at.tolist(), stop.tolist(), strict=True):
-        position = begin
+    for row, start, end in zip(rows.tolist(), offset.tolist(), stop.tolist(), strict=True):
+        position = start
         while position < end:
-            key, position = _one_varint(source.data, position, row)
+            key, position = _decode_varint(source.data, position, row)
             number, kind = key >> 3, key & 7
             value = 0
             if kind in {VARINT, DELIMITED}:
-                value, position = _one_varint(source.data, position, row)
+                value, position = _decode_varint(source.data, position, row)
             elif kind in {FIXED64, FIXED32}:
                 size = 8 if kind == FIXED64 else 4
                 value = int.from_bytes(source.data[position : position + size], "little")
@@ -184,33 +186,33 @@ def _one_by_one(source: Buffer, rows: Ints, at: Ints, stop: Ints) -> Fields:
     return Fields(*(np.array([f[n] for f in parsed], np.int64) for n in range(5)))
 
 
-def _one_varint(data: bytes, at: int, row: int) -> tuple[int, int]:
+def _decode_varint(data: bytes, offset: int, row: int) -> tuple[int, int]:
     value = 0
-    for shift in range(0, _MOST_SHIFT + 1, 7):
-        byte = data[at] if at < len(data) else 128
+    for shift in range(0, _MAX_SHIFT + 1, 7):
+        byte = data[offset] if offset < len(data) else 128
         value |= (byte & 127) << shift
-        at += 1
+        offset += 1
         if byte < 128:
-            return value & (1 << 64) - 1, at
+            return value & (1 << 64) - 1, offset
     raise DamageError(row)
 
 
-def to_array(source: Buffer, begin: Ints, length: Ints) -> tuple[Ints, Ints]:
+def decode_packed(source: Buffer, start: Ints, length: Ints) -> tuple[Ints, Ints]:
     """Packed varints: how many each run of bytes holds, and all of them.
 
     Raises:
         DamageError: A run does not end with the end of a number, or has one of more than ten bytes.
     """
-    ends = np.cumsum(length)
-    total = int(ends[-1]) if len(ends) else 0
-    data = source.bytes[np.repeat(begin - (ends - length), length) + np.arange(total)]
+    run_ends = np.cumsum(length)
+    total = int(run_ends[-1]) if len(run_ends) else 0
+    data = source.bytes[np.repeat(start - (run_ends - length), length) + np.arange(total)]
     last = np.flatnonzero(data < 128)
-    counts = np.searchsorted(last, ends) - np.searchsorted(last, ends - length)
-    whole = (length == 0) | np.isin(ends - 1, last)
+    counts = np.searchsorted(last, run_ends) - np.searchsorted(last, run_ends - length)
+    complete = (length == 0) | np.isin(run_ends - 1, last)
     first = np.concatenate([[0], last[:-1] + 1]) if len(last) else last
     sizes = last - first + 1
-    if not whole.all() or (sizes > 10).any():
-        raise DamageError(int(np.flatnonzero(~whole)[0]) if not whole.all() else 0)
+    if not complete.all() or (sizes > 10).any():
+        raise DamageError(int(np.flatnonzero(~complete)[0]) if not complete.all() else 0)
     value = np.zeros(len(first), np.uint64)
     unfinished = np.arange(len(first))
     for number in range(int(sizes.max(initial=0))):
@@ -219,13 +221,13 @@ def to_array(source: Buffer, begin: Ints, length: Ints) -> tuple[Ints, Ints]:
     return counts, value.view(np.int64)
 
 
-def unzigzag(values: Ints) -> Ints:
+def decode_zigzag(values: Ints) -> Ints:
     """Numbers from the form that `sint64` has on the wire."""
-    bits = values.view(np.uint64)
-    return (bits >> np.uint64(1)).view(np.int64) ^ -(values & 1)
+    unsigned = values.view(np.uint64)
+    return (unsigned >> np.uint64(1)).view(np.int64) ^ -(values & 1)
 
 
-class NameFinder:
+class NameIndex:
     """Finds which of some known names (of at most 24 bytes) stands at a place.
 
     Args:
@@ -235,7 +237,7 @@ class NameFinder:
     _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        source = buffer("".join(names).encode())
+        source = build_buffer("".join(names).encode())
         length = np.array([len(name.encode()) for name in names])
         if length.max() > 24:
             raise ValueError("a name is too long to be found")
@@ -245,43 +247,43 @@ class NameFinder:
         if (self._hashed[1:] == self._hashed[:-1]).any():
             raise ValueError("two names cannot be distinguished")
 
-    def find(self, source: Buffer, begin: Ints, length: Ints) -> Ints:
+    def find(self, source: Buffer, start: Ints, length: Ints) -> Ints:
         """The number of the name at each place, or -1; by 64 bits of hash, so that no other name is taken for it."""
-        hashes = self._hashes(source, begin, np.minimum(length, 25))
-        at = np.minimum(np.searchsorted(self._hashed, hashes), len(self._hashed) - 1)
-        return np.where((self._hashed[at] == hashes) & (length <= 24), self._order[at], -1)
+        hashes = self._hashes(source, start, np.minimum(length, 25))
+        slot = np.minimum(np.searchsorted(self._hashed, hashes), len(self._hashed) - 1)
+        return np.where((self._hashed[slot] == hashes) & (length <= 24), self._order[slot], -1)
 
-    def _hashes(self, source: Buffer, begin: Ints, length: Ints) -> NDArray[np.uint64]:
+    def _hashes(self, source: Buffer, start: Ints, length: Ints) -> NDArray[np.uint64]:
         total = length.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
         for number, factor in enumerate(self._FACTORS):
-            inside = np.clip(length - 8 * number, 0, 8)
-            index = np.minimum(begin + 8 * number, len(source.words) - 1)
+            word_bytes = np.clip(length - 8 * number, 0, 8)
+            index = np.minimum(start + 8 * number, len(source.words) - 1)
             word: Any = source.words[index]
             # A shift by 64 is undefined, so that 8 bytes are kept in two shifts.
-            kept = np.uint64(8) * (np.uint64(8) - inside.astype(np.uint64))
-            half = kept >> np.uint64(1)
-            word = (word << half << (kept - half)) >> half >> (kept - half)
-            word[inside == 0] = 0
+            dropped_bits = np.uint64(8) * (np.uint64(8) - word_bytes.astype(np.uint64))
+            half = dropped_bits >> np.uint64(1)
+            word = (word << half << (dropped_bits - half)) >> half >> (dropped_bits - half)
+            word[word_bytes == 0] = 0
             total = (total ^ word) * np.uint64(factor)
             total ^= total >> np.uint64(29)
         return total
 
 
-def texts(source: Buffer, begin: Ints, length: Ints) -> list[str]:
+def decode_texts(source: Buffer, starts: Ints, length: Ints) -> list[str]:
     """The UTF-8 texts at some places; equal ones are one object.
 
     Raises:
         DamageError: One of them is no UTF-8.
     """
-    seen: dict[bytes, str] = {}
+    interned: dict[bytes, str] = {}
     out: list[str] = []
     data = source.data
-    for number, (start, stop) in enumerate(zip(begin.tolist(), (begin + length).tolist(), strict=True)):
+    for number, (start, stop) in enumerate(zip(starts.tolist(), (starts + length).tolist(), strict=True)):
         raw = data[start:stop]
-        text = seen.get(raw)
+        text = interned.get(raw)
         if text is None:
             try:
-                text = seen[raw] = raw.decode()
+                text = interned[raw] = raw.decode()
             except UnicodeDecodeError as error:
                 raise DamageError(number) from error
         out.append(text)
@@ -292,7 +294,7 @@ _MEMBERS = {member.number: member.name for member in AttributeProto.DESCRIPTOR.o
 _NUMBER_OF = {name: number for number, name in _MEMBERS.items()}
 _ZIGZAG = [_NUMBER_OF[name] for name in ("sint32_val", "sint64_val")]
 _SIGNED_HALF = _NUMBER_OF["sfixed32_val"]
-_WHOLE = [
+_INTEGER_MEMBERS = [
     number
     for number, name in _MEMBERS.items()
     if name.endswith("_val") and any(part in name for part in ("int", "fixed", "bool"))
@@ -300,7 +302,7 @@ _WHOLE = [
 
 
 @dataclass(frozen=True)
-class Lists:
+class RaggedColumn:
     """Numbers of some nodes: node `row[i]` has `count[i]` of the values."""
 
     row: Ints
@@ -331,8 +333,8 @@ class NodeColumns:
     start_us: Ints
     duration_us: Ints
     names: list[str]
-    control: Lists
-    data: Lists
+    control: RaggedColumn
+    data: RaggedColumn
     inputs: dict[int, tuple[Ints, list[str]]]
     outputs: dict[int, tuple[Ints, list[str]]]
     attributes: dict[str, _Attributes] = field(repr=False)
@@ -352,10 +354,10 @@ class NodeColumns:
         values, present = np.zeros(len(self), np.int64), np.zeros(len(self), np.bool_)
         if (attribute := self.attributes.get(name)) is not None:
             member, value = attribute.member, attribute.value
-            value = np.where(np.isin(member, _ZIGZAG), unzigzag(value), value)
+            value = np.where(np.isin(member, _ZIGZAG), decode_zigzag(value), value)
             value = np.where(member == _SIGNED_HALF, value.astype(np.int32).astype(np.int64), value)
-            whole = np.isin(member, _WHOLE)
-            values[attribute.row[whole]], present[attribute.row[whole]] = value[whole], True
+            is_integer = np.isin(member, _INTEGER_MEMBERS)
+            values[attribute.row[is_integer]], present[attribute.row[is_integer]] = value[is_integer], True
         return pl.Series(name, values).set(pl.Series(~present), None)
 
     def strings(self, name: str) -> pl.Series:
@@ -364,24 +366,24 @@ class NodeColumns:
         out: list[str | None] = [None] * len(self)
         if attribute is not None:
             text = attribute.member == _NUMBER_OF["string_val"]
-            values = texts(self.source, attribute.begin[text], attribute.value[text])
+            values = decode_texts(self.source, attribute.begin[text], attribute.value[text])
             for row, value in zip(attribute.row[text].tolist(), values, strict=True):
                 out[row] = value
         return pl.Series(name, out, dtype=pl.String)
 
-    def lists(self, name: str, member: str) -> Lists:
+    def lists(self, name: str, member: str) -> RaggedColumn:
         """A list of whole numbers of the nodes that have it; lists of another type are absent."""
         attribute = self.attributes.get(name)
         if attribute is None:
-            return Lists(*(np.zeros(0, np.int64) for _ in range(3)))
+            return RaggedColumn(*(np.zeros(0, np.int64) for _ in range(3)))
         matches = attribute.member == _NUMBER_OF[member]
-        rows, begin, length = attribute.row[matches], attribute.begin[matches], attribute.value[matches]
-        inner = fields(self.source, begin, begin + length)
+        rows, start, length = attribute.row[matches], attribute.begin[matches], attribute.value[matches]
+        inner = decode_fields(self.source, start, start + length)
         runs = inner.numbered(1, DELIMITED)
-        counts, values = to_array(self.source, runs.begin, runs.value)
-        values = unzigzag(values) if member.startswith("sint") else values
+        counts, values = decode_packed(self.source, runs.begin, runs.value)
+        values = decode_zigzag(values) if member.startswith("sint") else values
         count = np.bincount(runs.row, weights=counts, minlength=len(rows)).astype(np.int64)
-        return Lists(rows, count, values)
+        return RaggedColumn(rows, count, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +406,7 @@ class Decoder:
 
     def __init__(self, names: Iterable[str], where: str) -> None:
         self._names = tuple(dict.fromkeys(names))
-        self._finder = NameFinder(self._names)
+        self._finder = NameIndex(self._names)
         self._where = where
 
     def columns(self, blocks: Iterable[Block]) -> Iterator[NodeColumns]:
@@ -419,17 +421,17 @@ class Decoder:
             except DamageError as error:
                 # The library may refuse one message alone; else it is one of the block.
                 first, last = block.first, block.first + len(block) - 1
-                begin, end = block.at + block.starts[0], block.at + block.stops[-1]
+                start, end = block.at + block.starts[0], block.at + block.stops[-1]
                 number = 0
                 try:
                     for number, message in enumerate(block.messages()):  # noqa: B007  (the error says the number)
                         Node.FromString(message)
                 except DecodeError:
                     first = last = block.first + number
-                    begin, end = block.at + block.starts[number], block.at + block.stops[number]
+                    start, end = block.at + block.starts[number], block.at + block.stops[number]
                 subject = f"message {first}" if first == last else f"one of the messages {first} to {last}"
                 raise InputError(
-                    f"{subject}, bytes {begin} to {end}, is no Chakra node",
+                    f"{subject}, bytes {start} to {end}, is no Chakra node",
                     slug="chakra-damaged",
                     where=self._where,
                     hint="the file is damaged there",
@@ -437,23 +439,25 @@ class Decoder:
             yield columns
 
     def _columns(self, block: Block) -> NodeColumns:
-        source = buffer(block.data)
+        source = build_buffer(block.data)
         count = len(block)
-        parsed = fields(source, np.array(block.starts, np.int64), np.array(block.stops, np.int64))
+        parsed = decode_fields(source, np.array(block.starts, np.int64), np.array(block.stops, np.int64))
         names = [""] * count
-        named = parsed.numbered(2, DELIMITED)
-        for row, text in zip(named.row.tolist(), texts(source, named.begin, named.value), strict=True):
+        name_fields = parsed.numbered(2, DELIMITED)
+        for row, text in zip(
+            name_fields.row.tolist(), decode_texts(source, name_fields.begin, name_fields.value), strict=True
+        ):
             names[row] = text
         # The attributes that are asked for, of all nodes.
         messages = parsed.numbered(10, DELIMITED)
-        inner = fields(source, messages.begin, messages.begin + messages.value)
+        inner = decode_fields(source, messages.begin, messages.begin + messages.value)
         attribute_names = inner.numbered(1, DELIMITED)
         code = np.full(len(messages.row), -1, np.int16)
         code[attribute_names.row] = self._finder.find(source, attribute_names.begin, attribute_names.value)
-        held = inner.where(np.isin(inner.number, list(_MEMBERS)))
+        value_fields = inner.where(np.isin(inner.number, list(_MEMBERS)))
         columns = [np.zeros(len(messages.row), np.int64) for _ in range(3)]
-        for column, values in zip(columns, (held.number, held.value, held.begin), strict=True):
-            column[held.row] = values
+        for column, values in zip(columns, (value_fields.number, value_fields.value, value_fields.begin), strict=True):
+            column[value_fields.row] = values
         order = np.argsort(code, kind="stable")
         edges = np.searchsorted(code[order], np.arange(len(self._names) + 1))
         attributes = {}
@@ -463,41 +467,41 @@ class Decoder:
                 attributes[name] = _Attributes(messages.row[indices], *(column[indices] for column in columns))
         return NodeColumns(
             source=source,
-            id=_numbers(parsed, 1, count),
-            type=_numbers(parsed, 3, count).astype(np.int32).astype(np.int64),
-            start_us=_numbers(parsed, 6, count),
-            duration_us=_numbers(parsed, 7, count),
+            id=_extract_numbers(parsed, 1, count),
+            type=_extract_numbers(parsed, 3, count).astype(np.int32).astype(np.int64),
+            start_us=_extract_numbers(parsed, 6, count),
+            duration_us=_extract_numbers(parsed, 7, count),
             names=names,
-            control=_dependencies(source, parsed, 4),
-            data=_dependencies(source, parsed, 5),
-            inputs=_tensors(source, parsed.numbered(8, DELIMITED)),
-            outputs=_tensors(source, parsed.numbered(9, DELIMITED)),
+            control=_decode_dependencies(source, parsed, 4),
+            data=_decode_dependencies(source, parsed, 5),
+            inputs=_decode_tensors(source, parsed.numbered(8, DELIMITED)),
+            outputs=_decode_tensors(source, parsed.numbered(9, DELIMITED)),
             attributes=attributes,
         )
 
 
-def _numbers(parsed: Fields, number: int, count: int) -> Ints:
+def _extract_numbers(parsed: Fields, number: int, count: int) -> Ints:
     column = np.zeros(count, np.int64)
     matches = parsed.numbered(number, VARINT)
     column[matches.row] = matches.value
     return column
 
 
-def _dependencies(source: Buffer, parsed: Fields, number: int) -> Lists:
+def _decode_dependencies(source: Buffer, parsed: Fields, number: int) -> RaggedColumn:
     """Numbers of a repeated field, packed or one by one, in the order of the file."""
     runs, single = parsed.numbered(number, DELIMITED), parsed.numbered(number, VARINT)
-    counts, values = to_array(source, runs.begin, runs.value)
+    counts, values = decode_packed(source, runs.begin, runs.value)
     row = np.concatenate([np.repeat(runs.row, counts), single.row])
     values = np.concatenate([values, single.value])
     order = np.argsort(row, kind="stable")
     rows, count = np.unique(row, return_counts=True)
-    return Lists(rows, count, values[order])
+    return RaggedColumn(rows, count, values[order])
 
 
-def _tensors(source: Buffer, messages: Fields) -> dict[int, tuple[Ints, list[str]]]:
-    inner = fields(source, messages.begin, messages.begin + messages.value)
+def _decode_tensors(source: Buffer, messages: Fields) -> dict[int, tuple[Ints, list[str]]]:
+    inner = decode_fields(source, messages.begin, messages.begin + messages.value)
     out = {}
     for number in (1, 2, 3):
         matches = inner.numbered(number, DELIMITED)
-        out[number] = messages.row[matches.row], texts(source, matches.begin, matches.value)
+        out[number] = messages.row[matches.row], decode_texts(source, matches.begin, matches.value)
     return out

@@ -28,10 +28,10 @@ from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
 from traceloom.trace.notice import Notice
 
 # A message larger than this is damage: the largest real ones hold the whole text of an input in their metadata.
-MOST_BYTES = 1 << 28
+MAX_MESSAGE_BYTES = 1 << 28
 # A node has a name or a type, an id and a length; whoever needs fewer bytes makes nodes out of nothing.
-_LEAST_BYTES = 6
-_FEW = 100_000
+_MIN_MESSAGE_BYTES = 6
+_FEW_MESSAGES = 100_000
 _LENGTH_BYTES = 5  # a length has at most 32 bits
 
 
@@ -64,7 +64,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Cut:
+class IncompleteTail:
     """What a file ends with that is no whole message.
 
     Attributes:
@@ -89,49 +89,49 @@ class Cut:
         )
 
 
-def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
+def read_blocks(chunks: Iterable[bytes], cut: IncompleteTail) -> Iterator[Block]:
     """The messages of a stream, in blocks of about the size of the pieces.
 
     Args:
-        pieces: The unpacked bytes.
+        chunks: The unpacked bytes.
         cut: Filled in when the stream ends inside a message.
 
     Raises:
         InputError: `chakra-damaged`: a message claims more bytes than any has; there are many, and nothing is in them.
     """
-    at = first = 0
-    rest = b""
+    offset = first = 0
+    remainder = b""
     waiting: list[bytes] = []
     missing = 0  # bytes known to be needed before the next message is whole
-    for piece in pieces:
-        waiting.append(piece)
-        missing -= len(piece)
+    for chunk in chunks:
+        waiting.append(chunk)
+        missing -= len(chunk)
         if missing > 0:
             continue
-        data = b"".join([rest, *waiting])
+        data = b"".join([remainder, *waiting])
         waiting = []
-        starts, stops, end, missing, damage = _messages(data, at, first)
-        if first + len(starts) > _FEW and at + end < _LEAST_BYTES * (first + len(starts)):
-            raise _damaged(
-                first, at, f"nothing, as most of the others: {first + len(starts):,} messages hardly say a thing"
+        starts, stops, end, missing, damage = _find_messages(data, offset, first)
+        if first + len(starts) > _FEW_MESSAGES and offset + end < _MIN_MESSAGE_BYTES * (first + len(starts)):
+            raise _make_damage_error(
+                first, offset, f"nothing, as most of the others: {first + len(starts):,} messages hardly say a thing"
             )
         if starts:
-            yield Block(data, starts, stops, at, first)
+            yield Block(data, starts, stops, offset, first)
             first += len(starts)
         if damage is not None:
             raise damage
-        rest = data[end:]
-        at += end
-    rest = b"".join([rest, *waiting])
-    if rest:
-        head, length = _length(rest, 0)
+        remainder = data[end:]
+        offset += end
+    remainder = b"".join([remainder, *waiting])
+    if remainder:
+        head, length = _decode_length(remainder, 0)
         if head < 0:
-            cut.message, cut.at, cut.length, cut.there = first, at, -1, len(rest)
+            cut.message, cut.at, cut.length, cut.there = first, offset, -1, len(remainder)
         else:
-            cut.message, cut.at, cut.length, cut.there = first, at, length, len(rest) - head
+            cut.message, cut.at, cut.length, cut.there = first, offset, length, len(remainder) - head
 
 
-def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], int, int, InputError | None]:
+def _find_messages(data: bytes, offset: int, first: int) -> tuple[list[int], list[int], int, int, InputError | None]:
     """Starts and stops of the whole messages, where the rest begins, how much the next one lacks, and what is wrong."""
     starts: list[int] = []
     stops: list[int] = []
@@ -142,15 +142,15 @@ def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], i
         if length > 127 and start < size and data[start] < 128:  # most nodes have two bytes of length
             length, start = length & 127 | data[start] << 7, start + 1
         elif length > 127:
-            start, length = _length(data, position)
+            start, length = _decode_length(data, position)
             if start < 0 and size - position < _LENGTH_BYTES:
                 missing = 1
                 break
-            if start < 0 or length > MOST_BYTES:
+            if start < 0 or length > MAX_MESSAGE_BYTES:
                 claims = (
                     "no length that a message can have" if start < 0 else f"{length:,} bytes, more than any message has"
                 )
-                return starts, stops, position, 0, _damaged(first + len(starts), at + position, claims)
+                return starts, stops, position, 0, _make_damage_error(first + len(starts), offset + position, claims)
         stop = start + length
         if stop > size:
             missing = stop - size
@@ -161,7 +161,7 @@ def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], i
     return starts, stops, position, missing, None
 
 
-def _length(data: bytes, position: int) -> tuple[int, int]:
+def _decode_length(data: bytes, position: int) -> tuple[int, int]:
     """Where the message after the length at `position` begins, and the length; (-1, 0) where it has no end."""
     length = shift = 0
     for index in range(position, min(position + _LENGTH_BYTES, len(data))):
@@ -173,15 +173,15 @@ def _length(data: bytes, position: int) -> tuple[int, int]:
     return -1, 0
 
 
-def _damaged(message: int, at: int, claims: str) -> InputError:
+def _make_damage_error(message: int, offset: int, claims: str) -> InputError:
     return InputError(
-        f"message {message} at byte {at} claims {claims}",
+        f"message {message} at byte {offset} claims {claims}",
         slug="chakra-damaged",
         hint="the file is damaged there, or is no Chakra trace",
     )
 
 
-def length_prefix(length: int) -> bytes:
+def encode_length(length: int) -> bytes:
     """A length as a varint."""
     if length < 128:
         return bytes((length,))
@@ -235,12 +235,12 @@ class EtReader:
         self.path = Path(path)
         self.notices: list[Notice] = []
         self._strict = strict
-        self._cut = Cut()
+        self._cut = IncompleteTail()
         self._handle = open_file(self.path)
         try:
             self._pieces = GzipStream(self._handle)
             self.packed = self._pieces.packed
-            self._blocks = self._placed(blocks(self._pieces, self._cut))
+            self._blocks = self._placed(read_blocks(self._pieces, self._cut))
             self.metadata, self._rest = self._head()
         except BaseException:
             self._handle.close()
@@ -249,7 +249,9 @@ class EtReader:
     def __enter__(self) -> EtReader:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._handle.close()
 
     def __iter__(self) -> Iterator[Node]:
@@ -282,9 +284,9 @@ class EtReader:
             for number, message in enumerate(block.messages()):  # noqa: B007  (the error says the number)
                 yield parse(message)
         except DecodeError as error:
-            begin, end = block.at + block.starts[number], block.at + block.stops[number]
+            start, end = block.at + block.starts[number], block.at + block.stops[number]
             raise InputError(
-                f"message {block.first + number}, bytes {begin} to {end}, is no Chakra node",
+                f"message {block.first + number}, bytes {start} to {end}, is no Chakra node",
                 slug="chakra-damaged",
                 where=str(self.path),
                 hint="the file is damaged there",
@@ -314,7 +316,7 @@ class EtReader:
         if block is None:
             raise self._refusal(None)
         first = block.data[block.starts[0] : block.stops[0]]
-        rest = Block(block.data, block.starts[1:], block.stops[1:], block.at, 1)
+        remaining = Block(block.data, block.starts[1:], block.stops[1:], block.at, 1)
         if first.startswith(_FIRST_FIELD_VARINT):
             with suppress(DecodeError):
                 Node.FromString(first)
@@ -327,7 +329,7 @@ class EtReader:
             raise self._refusal(None) from error
         if first and not metadata.version and not metadata.attr:
             raise self._refusal(None)
-        return metadata, rest
+        return metadata, remaining
 
     def _refusal(self, error: InputError | None) -> InputError:
         """Why nothing of the file can be read."""
@@ -335,19 +337,19 @@ class EtReader:
         head = next(iter(GzipStream(self._handle)), b"")
         text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
         kind = next((kind for magic, kind in _OTHER_KINDS.items() if text.startswith(magic)), "")
-        where = str(self.path)
+        location = str(self.path)
         if not head and not self._pieces.fault:
-            return InputError("the file is empty", slug="empty-file", where=where)
+            return InputError("the file is empty", slug="empty-file", where=location)
         if kind:
             detail = f"this is {kind}, not a Chakra trace in binary form"
-            return InputError(detail, slug="not-chakra", where=where, hint=_HINTS.get(kind, ""))
+            return InputError(detail, slug="not-chakra", where=location, hint=_HINTS.get(kind, ""))
         if error is not None and error.slug == "gzip-bomb":
             return error
         if error is None and (self._cut.length or self._pieces.fault):
             fault = self._pieces.fault or self._cut.sentence()
-            return InputError(fault, slug="chakra-cut", where=where, hint="nothing before that can be used")
+            return InputError(fault, slug="chakra-cut", where=location, hint="nothing before that can be used")
         detail = f": {error.message}" if error else ": its first message is no metadata of a Chakra trace"
-        return InputError(f"this is not a Chakra trace{detail}", slug="not-chakra", where=where)
+        return InputError(f"this is not a Chakra trace{detail}", slug="not-chakra", where=location)
 
 
 class EtWriter:
@@ -359,7 +361,7 @@ class EtWriter:
     def message(self, message: GlobalMetadata | Node) -> None:
         """Write one message; the first must be the metadata."""
         data = message.SerializeToString()
-        self._write(length_prefix(len(data)) + data)
+        self._write(encode_length(len(data)) + data)
 
     def messages(self, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
         """Write the messages of a file."""
@@ -401,9 +403,9 @@ def write_with(
 
 
 GROUP_FILES = ("comm_groups.json", "comm_group.json")  # the first is written
-FILES_OF_RANKS = r"workload\.[^/]*\.et(\.gz)?|comm_groups\.json"
+RANK_FILES_PATTERN = r"workload\.[^/]*\.et(\.gz)?|comm_groups\.json"
 """What a directory with the files of all ranks holds, as a regular expression."""
-MOST_GROUP_BYTES = 1 << 28
+MAX_GROUP_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -428,7 +430,7 @@ def read_groups(path: Path) -> GroupFile:
         InputError: `not-a-group-file`: it cannot be read at all.
     """
     try:
-        document = json.loads(read_small(path, MOST_GROUP_BYTES))
+        document = json.loads(read_small(path, MAX_GROUP_BYTES))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(
@@ -453,6 +455,6 @@ def read_groups(path: Path) -> GroupFile:
     return GroupFile(str(path), members, tuple(faults))
 
 
-def group_text(groups: Mapping[str, Iterable[int]]) -> str:
+def format_groups(groups: Mapping[str, Iterable[int]]) -> str:
     """A group file's text, as simulators read it."""
     return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"

@@ -31,61 +31,61 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from traceloom.errors import InputError
 from traceloom.formats.chakra.encode import DELIMITED, FIXED32, FIXED64, VARINT
 from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, Node, NodeType
-from traceloom.formats.chakra.files import length_prefix
+from traceloom.formats.chakra.files import encode_length
 from traceloom.system.gzip_stream import GzipStream, open_file
 from traceloom.trace.notice import Notice
 
 UNKNOWN = "unknown_fields"
-_EXACT = 2**53
+_MAX_EXACT = 2**53
 _Message = TypeVar("_Message", GlobalMetadata, Node)
 _Kind = TypeVar("_Kind", str, bool)
 _TYPES = {number: name for name, number in NodeType.items()}
 _NUMBERS = dict(NodeType.items())
 _VALUES: dict[str, Any] = {member.name: member for member in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
-_WIDE = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64}
-_WIDE |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
-_REAL = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
+_INT64_TYPES = {FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64}
+_INT64_TYPES |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
+_FLOAT_TYPES = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
 _NAN = "7ff8000000000000"  # the one that every program writes; others keep their bits
-_ODD = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _spellings(*names: str) -> dict[str, str]:
+def _map_spellings(*names: str) -> dict[str, str]:
     """The field that each spelling names: as in the schema, and in camelCase."""
     spellings: dict[str, str] = {}
     for name in (*names, UNKNOWN):
-        head, *rest = name.split("_")
-        spellings[name] = spellings[head + "".join(part.capitalize() for part in rest)] = name
+        head, *tail = name.split("_")
+        spellings[name] = spellings[head + "".join(part.capitalize() for part in tail)] = name
     return spellings
 
 
-_OF_METADATA = _spellings("version", "attr")
-_OF_NODE = _spellings(*(field.name for field in Node.DESCRIPTOR.fields))
-_OF_TENSORS = _spellings("values", "shapes", "types")
-_OF_ATTRIBUTE = _spellings(*(field.name for field in AttributeProto.DESCRIPTOR.fields))
+_METADATA_SPELLINGS = _map_spellings("version", "attr")
+_NODE_SPELLINGS = _map_spellings(*(field.name for field in Node.DESCRIPTOR.fields))
+_TENSOR_SPELLINGS = _map_spellings("values", "shapes", "types")
+_ATTRIBUTE_SPELLINGS = _map_spellings(*(field.name for field in AttributeProto.DESCRIPTOR.fields))
 
 
-def to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
+def convert_to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
     """A message as a JSON object."""
     data = message.SerializeToString()
-    plain = type(message).FromString(data)
-    plain.DiscardUnknownFields()
-    exact = plain.ByteSize() == len(data)
+    known_fields = type(message).FromString(data)
+    known_fields.DiscardUnknownFields()
+    exact = known_fields.ByteSize() == len(data)
     out: dict[str, Any] = {}
     if isinstance(message, Node):
         if message.id:
-            out["id"] = _whole(message.id)
+            out["id"] = _convert_integer(message.id)
         if message.name:
             out["name"] = message.name
         if message.type:
             out["type"] = _TYPES.get(message.type, message.type)
         if message.ctrl_deps:
-            out["ctrl_deps"] = list(map(_whole, message.ctrl_deps))
+            out["ctrl_deps"] = list(map(_convert_integer, message.ctrl_deps))
         if message.data_deps:
-            out["data_deps"] = list(map(_whole, message.data_deps))
+            out["data_deps"] = list(map(_convert_integer, message.data_deps))
         if message.start_time_micros:
-            out["start_time_micros"] = _whole(message.start_time_micros)
+            out["start_time_micros"] = _convert_integer(message.start_time_micros)
         if message.duration_micros:
-            out["duration_micros"] = _whole(message.duration_micros)
+            out["duration_micros"] = _convert_integer(message.duration_micros)
         for name in ("inputs", "outputs"):
             if message.HasField(name):
                 info = getattr(message, name)
@@ -95,13 +95,13 @@ def to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
     elif message.version:
         out["version"] = message.version
     if message.attr:
-        out["attr"] = [_attribute(attribute, exact) for attribute in message.attr]
+        out["attr"] = [_convert_attribute(attribute, exact) for attribute in message.attr]
     if not exact:
         _add_unknown(out, message)
     return out
 
 
-def _attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
+def _convert_attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if name := attribute.name:
         out["name"] = name
@@ -122,20 +122,20 @@ def _attribute(attribute: AttributeProto, exact: bool) -> dict[str, Any]:
     return out
 
 
-def _whole(number: int) -> int | str:
-    return number if -_EXACT <= number <= _EXACT else str(number)
+def _convert_integer(number: int) -> int | str:
+    return number if -_MAX_EXACT <= number <= _MAX_EXACT else str(number)
 
 
-def _real(number: float) -> float | str:
+def _convert_float(number: float) -> float | str:
     if math.isfinite(number):
         return number
     if math.isnan(number):
-        bits = struct.pack(">d", number).hex()
-        return "NaN" if bits == _NAN else f"NaN:{bits}"
+        hex_digits = struct.pack(">d", number).hex()
+        return "NaN" if hex_digits == _NAN else f"NaN:{hex_digits}"
     return "Infinity" if number > 0 else "-Infinity"
 
 
-def _base64(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
@@ -145,9 +145,9 @@ _ELEMENTS: dict[str, int] = {
     for name, member in _VALUES.items()
 }
 _TYPE_TO_JSON: dict[int, Callable[[Any], Any]] = {
-    **dict.fromkeys(_WIDE, _whole),
-    **dict.fromkeys(_REAL, _real),
-    FieldDescriptor.TYPE_BYTES: _base64,
+    **dict.fromkeys(_INT64_TYPES, _convert_integer),
+    **dict.fromkeys(_FLOAT_TYPES, _convert_float),
+    FieldDescriptor.TYPE_BYTES: _encode_base64,
 }
 _TO_JSON: dict[str, Callable[[Any], Any]] = {
     name: _TYPE_TO_JSON.get(element, lambda value: value) for name, element in _ELEMENTS.items()
@@ -157,195 +157,209 @@ _TO_JSON: dict[str, Callable[[Any], Any]] = {
 def _add_unknown(out: dict[str, Any], message: Message, key: str = UNKNOWN) -> None:
     """The wire bytes of the fields that the schema does not have, in base64."""
     unknown_fields: Any = UnknownFieldSet(message)
-    if data := b"".join(map(_unknown_field, unknown_fields)):
-        out[key] = _base64(data)
+    if data := b"".join(map(_encode_unknown_field, unknown_fields)):
+        out[key] = _encode_base64(data)
 
 
-def _unknown_field(field: Any) -> bytes:
-    key = length_prefix(field.field_number << 3 | field.wire_type)
+def _encode_unknown_field(field: Any) -> bytes:
+    key = encode_length(field.field_number << 3 | field.wire_type)
     if field.wire_type == VARINT:
-        return key + length_prefix(field.data)
+        return key + encode_length(field.data)
     if field.wire_type == DELIMITED:
-        return key + length_prefix(len(field.data)) + bytes(field.data)
+        return key + encode_length(len(field.data)) + bytes(field.data)
     if field.wire_type in {FIXED64, FIXED32}:
         return key + int(field.data).to_bytes(8 if field.wire_type == FIXED64 else 4, "little")
-    inner = b"".join(_unknown_field(part) for part in field.data)  # a group, which ends with its own mark
-    return key + inner + length_prefix(field.field_number << 3 | 4)
+    inner = b"".join(_encode_unknown_field(part) for part in field.data)  # a group, which ends with its own mark
+    return key + inner + encode_length(field.field_number << 3 | 4)
 
 
-class _OddError(Exception):
+class _JsonValueError(Exception):
     """What is wrong with a value, in words."""
 
 
-def from_object(value: Any, kind: type[_Message], where: str) -> _Message:
+def build_message(value: Any, kind: type[_Message], location: str) -> _Message:
     """The message of a JSON object.
 
     Args:
         value: What JSON holds.
         kind: `Node` or `GlobalMetadata`.
-        where: The place, for the error.
+        location: The place, for the error.
 
     Raises:
         InputError: `chakra-json`: it is no such message.
     """
     try:
         message = kind()
-        for name, field_value in _fields(value, _OF_NODE if kind is Node else _OF_METADATA).items():
+        for name, field_value in _resolve_fields(
+            value, _NODE_SPELLINGS if kind is Node else _METADATA_SPELLINGS
+        ).items():
             _set(message, name, field_value)
-    except _OddError as error:
-        raise InputError(str(error), slug="chakra-json", where=where) from error
+    except _JsonValueError as error:
+        raise InputError(str(error), slug="chakra-json", where=location) from error
     except (TypeError, ValueError, OverflowError) as error:
         reason = f"a value does not fit the schema: {str(error).splitlines()[0]}"
-        raise InputError(reason, slug="chakra-json", where=where) from error
+        raise InputError(reason, slug="chakra-json", where=location) from error
     return message
 
 
-def _fields(value: Any, spellings: dict[str, str]) -> dict[str, Any]:
+def _resolve_fields(value: Any, spellings: dict[str, str]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _OddError(f"expected an object, got {type(value).__name__}")
+        raise _JsonValueError(f"expected an object, got {type(value).__name__}")
     out: dict[str, Any] = {}
     for key, field_value in value.items():
         name = spellings.get(key)
         if name is None:
-            raise _OddError(f"`{key}` is no field of the schema")
+            raise _JsonValueError(f"`{key}` is no field of the schema")
         if name in out:
-            raise _OddError(f"`{key}` is there twice")
+            raise _JsonValueError(f"`{key}` is there twice")
         out[name] = field_value
     return out
 
 
 def _set(message: Any, name: str, value: Any) -> None:
     if name == "attr":
-        for item in _list(value, name):
+        for item in _check_list(value, name):
             attribute = message.attr.add()
             extra = item.pop(UNKNOWN + "_of_value", None) if isinstance(item, dict) else None
-            for key, part in _fields(item, _OF_ATTRIBUTE).items():
+            for key, part in _resolve_fields(item, _ATTRIBUTE_SPELLINGS).items():
                 if key in {"name", "doc_string"}:
-                    setattr(attribute, key, _text(part))
+                    setattr(attribute, key, _check_text(part))
                 elif key == UNKNOWN:
-                    attribute.MergeFromString(_bytes(part))
+                    attribute.MergeFromString(_parse_base64(part))
                 elif key.endswith("_list"):
-                    held = getattr(attribute, key)
-                    held.SetInParent()
+                    list_field = getattr(attribute, key)
+                    list_field.SetInParent()
                     inner = part["values"] if isinstance(part, dict) and "values" in part else part
-                    held.values.extend(_FROM_JSON[key](each) for each in _list([] if inner == {} else inner, key))
+                    list_field.values.extend(
+                        _FROM_JSON[key](entry) for entry in _check_list([] if inner == {} else inner, key)
+                    )
                     if extra is not None:
-                        held.MergeFromString(_bytes(extra))
+                        list_field.MergeFromString(_parse_base64(extra))
                 else:
                     setattr(attribute, key, _FROM_JSON[key](part))
     elif name in {"ctrl_deps", "data_deps"}:
-        getattr(message, name).extend(_number(item) for item in _list(value, name))
+        getattr(message, name).extend(_parse_integer(item) for item in _check_list(value, name))
     elif name in {"inputs", "outputs"}:
         info = getattr(message, name)
         info.SetInParent()
-        for key, text in _fields(value, _OF_TENSORS).items():
+        for key, text in _resolve_fields(value, _TENSOR_SPELLINGS).items():
             _set(info, key, text)
     elif name == UNKNOWN:
-        message.MergeFromString(_bytes(value))
+        message.MergeFromString(_parse_base64(value))
     elif name == "type":
-        message.type = _NUMBERS[value] if value in _NUMBERS else _number(value)
+        message.type = _NUMBERS[value] if value in _NUMBERS else _parse_integer(value)
     elif name in {"version", "name", "values", "shapes", "types"}:
-        setattr(message, name, _text(value))
+        setattr(message, name, _check_text(value))
     else:
-        setattr(message, name, _number(value))
+        setattr(message, name, _parse_integer(value))
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _check_list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _OddError(f"`{name}` is no list")
+        raise _JsonValueError(f"`{name}` is no list")
     return value
 
 
-def _of_kind(value: Any, kind: type[_Kind], words: str) -> _Kind:
+def _check_type(value: Any, kind: type[_Kind], words: str) -> _Kind:
     if not isinstance(value, kind):
-        raise _OddError(f"expected {words}, got {_shown(value)}")
+        raise _JsonValueError(f"expected {words}, got {_truncate_repr(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _truncate_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 40 else text[:37] + "..."
 
 
-_text = partial(_of_kind, kind=str, words="a text")
+_check_text = partial(_check_type, kind=str, words="a text")
 
 
-def _number(value: Any) -> int:
+def _parse_integer(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.removeprefix("-").isdecimal() and value.isascii():
         return int(value)
-    raise _OddError(f"expected a whole number, got {_shown(value)}")
+    raise _JsonValueError(f"expected a whole number, got {_truncate_repr(value)}")
 
 
-def _float(value: Any) -> float:
-    if isinstance(value, str) and value in _ODD:
-        return _ODD[value]
+def _parse_float(value: Any) -> float:
+    if isinstance(value, str) and value in _NON_FINITE:
+        return _NON_FINITE[value]
     if isinstance(value, str) and re.fullmatch("NaN:[0-9a-fA-F]{16}", value):
         (number,) = struct.unpack(">d", bytes.fromhex(value[4:]))
         if math.isnan(number):
             return float(number)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    raise _OddError(f"expected a number, got {_shown(value)}")
+    raise _JsonValueError(f"expected a number, got {_truncate_repr(value)}")
 
 
-def _bytes(value: Any) -> bytes:
+def _parse_base64(value: Any) -> bytes:
     try:
-        return base64.b64decode(_text(value), validate=True)
+        return base64.b64decode(_check_text(value), validate=True)
     except ValueError as error:
-        raise _OddError(f"expected base64, got {_shown(value)}") from error
+        raise _JsonValueError(f"expected base64, got {_truncate_repr(value)}") from error
 
 
 _TYPE_FROM_JSON: dict[int, Callable[[Any], Any]] = {
-    **dict.fromkeys(_REAL, _float),
-    FieldDescriptor.TYPE_BYTES: _bytes,
-    FieldDescriptor.TYPE_STRING: _text,
-    FieldDescriptor.TYPE_BOOL: partial(_of_kind, kind=bool, words="true or false"),
+    **dict.fromkeys(_FLOAT_TYPES, _parse_float),
+    FieldDescriptor.TYPE_BYTES: _parse_base64,
+    FieldDescriptor.TYPE_STRING: _check_text,
+    FieldDescriptor.TYPE_BOOL: partial(_check_type, kind=bool, words="true or false"),
 }
 _FROM_JSON: dict[str, Callable[[Any], Any]] = {
-    name: _TYPE_FROM_JSON.get(element, _number) for name, element in _ELEMENTS.items()
+    name: _TYPE_FROM_JSON.get(element, _parse_integer) for name, element in _ELEMENTS.items()
 }
 
 # Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
-_FED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_priority": "int32_val", "tensor_size": "uint64_val"}
-_FED |= {"comm_src": "int32_val", "comm_dst": "int32_val", "comm_tag": "int32_val", "is_cpu_op": "bool_val"}
-_FED_FIELDS = {"Id": "id", "Name": "name", "NodeType": "type", "runtime": "duration_micros", "ctrlDeps": "ctrl_deps"}
-_FED_FIELDS |= {"data_deps": "data_deps"}
-_FED_TYPES = dict(CollectiveCommType.items())
+_FEEDER_ATTRIBUTES = {
+    "comm_type": "int64_val",
+    "comm_size": "int64_val",
+    "comm_priority": "int32_val",
+    "tensor_size": "uint64_val",
+}
+_FEEDER_ATTRIBUTES |= {
+    "comm_src": "int32_val",
+    "comm_dst": "int32_val",
+    "comm_tag": "int32_val",
+    "is_cpu_op": "bool_val",
+}
+_FEEDER_FIELDS = {"Id": "id", "Name": "name", "NodeType": "type", "runtime": "duration_micros", "ctrlDeps": "ctrl_deps"}
+_FEEDER_FIELDS |= {"data_deps": "data_deps"}
+_FEEDER_TYPES = dict(CollectiveCommType.items())
 
 
-def from_feeder(value: Any, where: str) -> Node:
+def build_feeder_node(value: Any, location: str) -> Node:
     """A node of a feeder's `workload_graph`; keys that it does not know become text attributes.
 
     Raises:
         InputError: `chakra-json`.
     """
     if not isinstance(value, dict):
-        raise InputError(f"expected an object, got {type(value).__name__}", slug="chakra-json", where=where)
+        raise InputError(f"expected an object, got {type(value).__name__}", slug="chakra-json", where=location)
     node: dict[str, Any] = {}
     attributes: list[dict[str, Any]] = []
     for key, field_value in value.items():
-        if key in _FED_FIELDS:
-            node[_FED_FIELDS[key]] = field_value
-        elif key in _FED:
+        if key in _FEEDER_FIELDS:
+            node[_FEEDER_FIELDS[key]] = field_value
+        elif key in _FEEDER_ATTRIBUTES:
             fed_value = field_value
             if key == "is_cpu_op" and isinstance(field_value, int):
                 fed_value = bool(field_value)
             elif key == "comm_type" and isinstance(field_value, str):
-                fed_value = _FED_TYPES.get(field_value, field_value)
-            attributes.append({"name": key, _FED[key]: fed_value})
+                fed_value = _FEEDER_TYPES.get(field_value, field_value)
+            attributes.append({"name": key, _FEEDER_ATTRIBUTES[key]: fed_value})
         else:
             text = field_value if isinstance(field_value, str) else repr(field_value)
             attributes.append({"name": key, "string_val": text})
-    return from_object({**node, "attr": attributes}, Node, where)
+    return build_message({**node, "attr": attributes}, Node, location)
 
 
-_MOST_TEXT = 1 << 28  # characters of one value
-_BLANK = " \t\r\n"
-_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+_MAX_VALUE_CHARS = 1 << 28  # characters of one value
+_WHITESPACE = " \t\r\n"
+_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 _ESCAPE = len("\\uD834\\uDD1E")
-_FEEDER = "workload_graph"
+_FEEDER_KEY = "workload_graph"
 
 
 class JsonReader:
@@ -366,7 +380,7 @@ class JsonReader:
         self._strict = strict
         self._handle = open_file(self.path)
         try:
-            self._text = _Text(self._handle, str(self.path))
+            self._text = _JsonText(self._handle, str(self.path))
             self._next, self.metadata = self._open()
         except BaseException:
             self._handle.close()
@@ -384,7 +398,7 @@ class JsonReader:
         try:
             for number, node in enumerate(self._next, 1):  # noqa: B007  (the notice says the number)
                 yield node
-        except _CutError as error:
+        except _TruncatedError as error:
             message = f"{error}; {number:,} nodes before that are whole"
             if self._strict:
                 raise self._refused(str(error), "chakra-cut") from error
@@ -403,7 +417,7 @@ class JsonReader:
 
     def _open(self) -> tuple[Iterator[Node], GlobalMetadata]:
         """The nodes and the metadata; what kind of JSON it is, its first object says."""
-        text, where = self._text, f"{self.path}, metadata"
+        text, location = self._text, f"{self.path}, metadata"
         first = text.peek()
         if not first:
             raise self._refused("the file is empty", "empty-file")
@@ -415,11 +429,11 @@ class JsonReader:
         members: dict[str, Any] = {}
         try:
             while (key := text.key()) is not None:
-                if key in {"nodes", _FEEDER} and text.peek() == "[":
+                if key in {"nodes", _FEEDER_KEY} and text.peek() == "[":
                     text.take()
                     return self._listed(key, members)
                 members[key] = text.value()
-        except _CutError as error:
+        except _TruncatedError as error:
             raise self._refused(str(error), "chakra-cut") from error
         # Objects one after the other; the first is the metadata, unless it is a node.
         if members.keys() & {"id", "name", "type", "dataDeps", "data_deps"}:
@@ -427,45 +441,45 @@ class JsonReader:
             self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
             return self._nodes(chain([members], text.values())), GlobalMetadata()
         if "metadata" in members:
-            return iter(()), from_object(members["metadata"], GlobalMetadata, where)
+            return iter(()), build_message(members["metadata"], GlobalMetadata, location)
         if members and not members.keys() <= {"version", "attr", "unknown_fields", "unknownFields"}:
             raise self._no_chakra(members)
-        return self._nodes(text.values()), from_object(members, GlobalMetadata, where)
+        return self._nodes(text.values()), build_message(members, GlobalMetadata, location)
 
     def _listed(self, key: str, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
         """One object that holds the nodes in a list; what stands behind the list is read when it is reached."""
         values = self._text.items("]")
-        if key == _FEEDER:
+        if key == _FEEDER_KEY:
             metadata = GlobalMetadata()
             metadata.attr.add(name="schema", string_val="feeder JSON")
             for name, value in members.items():
                 metadata.attr.add(name=name, string_val=value if isinstance(value, str) else json.dumps(value))
-            return (from_feeder(value, f"{self.path}, node {n}") for n, value in enumerate(values)), metadata
-        held = members.pop("metadata", None)
+            return (build_feeder_node(value, f"{self.path}, node {n}") for n, value in enumerate(values)), metadata
+        metadata_object = members.pop("metadata", None)
         if "schema" in members:  # the host trace of PyTorch
             raise self._no_chakra(members)
         if members:
             raise self._refused(f"`{next(iter(members))}` beside the nodes is not known", "chakra-json")
-        if held is None:
+        if metadata_object is None:
             self.notices.append(
                 Notice("chakra-no-metadata", "warning", "no metadata stands before the nodes", where=str(self.path))
             )
-        metadata = from_object(held or {}, GlobalMetadata, f"{self.path}, metadata")
-        return self._nodes(values, inside=True), metadata
+        metadata = build_message(metadata_object or {}, GlobalMetadata, f"{self.path}, metadata")
+        return self._nodes(values, nested=True), metadata
 
-    def _nodes(self, values: Iterable[Any], *, inside: bool = False) -> Iterator[Node]:
-        """The nodes of values; with `inside` nothing may follow in the object that holds their list."""
+    def _nodes(self, values: Iterable[Any], *, nested: bool = False) -> Iterator[Node]:
+        """The nodes of values; with `nested` nothing may follow in the object that holds their list."""
         for number, value in enumerate(values):
-            yield from_object(value, Node, f"{self.path}, node {number}")
-        if inside and (key := self._text.key()) is not None:
+            yield build_message(value, Node, f"{self.path}, node {number}")
+        if nested and (key := self._text.key()) is not None:
             raise self._refused(f"`{key}` behind the nodes is not known; metadata stands before them", "chakra-json")
 
 
-class _CutError(Exception):
+class _TruncatedError(Exception):
     """The text ends inside a value."""
 
 
-class _Text:
+class _JsonText:
     """JSON text, value by value; holds the value at hand and a piece of what follows."""
 
     def __init__(self, handle: BinaryIO, where: str) -> None:
@@ -481,10 +495,10 @@ class _Text:
     def peek(self) -> str:
         """The next character that is no blank; empty at the end."""
         while True:
-            rest = len(self._text)
-            while self._at < rest and self._text[self._at] in _BLANK:
+            length = len(self._text)
+            while self._at < length and self._text[self._at] in _WHITESPACE:
                 self._at += 1
-            if self._at < rest:
+            if self._at < length:
                 return self._text[self._at]
             if not self.more():
                 return ""
@@ -513,13 +527,13 @@ class _Text:
                 if self.more():
                     continue
                 # At the end of the text: cut, or no JSON (`offset` into the value).
-                rest = self._text[self._at + offset :].rstrip()
+                remainder = self._text[self._at + offset :].rstrip()
                 in_text = isinstance(error, json.JSONDecodeError) and (
                     error.msg.startswith("Unterminated string")
-                    or (error.msg.startswith("Invalid") and len(rest) < _ESCAPE)
+                    or (error.msg.startswith("Invalid") and len(remainder) < _ESCAPE)
                 )
                 # An empty rest begins each of the words.
-                unfinished = in_text or any(word.startswith(rest) for word in _WORDS)
+                unfinished = in_text or any(word.startswith(remainder) for word in _LITERALS)
                 raise (self.cut() if unfinished else self.wrong(f"the text is no JSON: {error}")) from error
             # A number at the end of the piece may go on in the next one.
             if end == len(self._text) and self._text[end - 1] not in '}]"' and self.more():
@@ -569,19 +583,19 @@ class _Text:
         """Another piece of text behind what is held; False at the end."""
         if self._done:
             return False
-        if len(self._text) - self._at > _MOST_TEXT:
-            raise self.wrong(f"a value is longer than {_MOST_TEXT:,} characters")
-        piece = next(self._source, None)
-        self._done = piece is None
+        if len(self._text) - self._at > _MAX_VALUE_CHARS:
+            raise self.wrong(f"a value is longer than {_MAX_VALUE_CHARS:,} characters")
+        chunk = next(self._source, None)
+        self._done = chunk is None
         try:
-            fresh = self._decoder.decode(piece or b"", final=self._done)
+            fresh = self._decoder.decode(chunk or b"", final=self._done)
         except UnicodeDecodeError as error:
             raise self.wrong("the text is not UTF-8") from error
         self._text, self._at = self._text[self._at :] + fresh, 0
         return bool(fresh) or not self._done
 
-    def cut(self) -> _CutError:
-        return _CutError(self._pieces.fault or "the JSON text ends inside a value")
+    def cut(self) -> _TruncatedError:
+        return _TruncatedError(self._pieces.fault or "the JSON text ends inside a value")
 
     def wrong(self, message: str) -> InputError:
         return InputError(message, slug="chakra-json", where=self._where)
@@ -590,10 +604,10 @@ class _Text:
 def write_json(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
     """One JSON object: `metadata`, and `nodes`, one per line."""
     encode = msgspec.json.Encoder().encode
-    handle.write(b'{"metadata": ' + encode(to_object(metadata)) + b',\n"nodes": [')
+    handle.write(b'{"metadata": ' + encode(convert_to_object(metadata)) + b',\n"nodes": [')
     separator = b"\n"
     for node in nodes:
-        handle.write(separator + encode(to_object(node)))
+        handle.write(separator + encode(convert_to_object(node)))
         separator = b",\n"
     handle.write(b"\n]}\n")
 
@@ -601,5 +615,5 @@ def write_json(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]
 def write_lines(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
     """JSON lines: the metadata, then one node per line."""
     encode = msgspec.json.Encoder().encode
-    handle.write(encode(to_object(metadata)) + b"\n")
-    handle.writelines(encode(to_object(node)) + b"\n" for node in nodes)
+    handle.write(encode(convert_to_object(metadata)) + b"\n")
+    handle.writelines(encode(convert_to_object(node)) + b"\n" for node in nodes)

@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 from traceloom import __version__
 from traceloom.errors import InputError, UsageError
 from traceloom.formats.chakra import encode
-from traceloom.formats.chakra.decode import Decoder, Lists, NodeColumns
+from traceloom.formats.chakra.decode import Decoder, NodeColumns, RaggedColumn
 from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata
 from traceloom.formats.chakra.files import (
-    FILES_OF_RANKS,
     GROUP_FILES,
+    RANK_FILES_PATTERN,
     Block,
     EtReader,
     EtWriter,
     GroupFile,
-    group_text,
+    format_groups,
     read_groups,
     write_with,
 )
 from traceloom.system import files
-from traceloom.system.files import note_input
+from traceloom.system.files import remember_input
 from traceloom.trace.array_types import Ints
 from traceloom.trace.notice import Notice
 
@@ -53,9 +53,9 @@ SEQUENCE = "comm_seq"  # number of a collective in its group, as recorded; ours,
 ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
 NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
 KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
-_MOST = 1 << 20  # bytes of files that are decoded as one
+_MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded as one
 _EXPANSION = 16  # of gzip, roughly
-_NUMBER = {name: number for number, name in KINDS.items()}
+_MEMBER_NUMBERS = {name: number for number, name in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ _Part = tuple[pl.DataFrame, pl.DataFrame, list[NodeDependencies]]
 
 
 @dataclass(frozen=True)
-class NodeTable:
+class NodeFrame:
     """One `.et` file.
 
     Attributes:
@@ -107,27 +107,31 @@ class NodeTable:
         return self.nodes.height
 
 
-def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeTable]:
+def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeFrame]:
     """The tables of many files, in their order; small files are decoded together, which costs a third.
 
     Raises:
         InputError: As of `read_table`.
     """
-    few: list[str | Path] = []
+    batch: list[str | Path] = []
     size = 0
     for path in paths:
         # What is no file, as a pipe, can be read once only: damage in it must not make it be read again.
         regular = Path(path).is_file()
-        bytes_of = Path(path).stat().st_size * (_EXPANSION if str(path).endswith(".gz") else 1) if regular else _MOST
-        if few and size + bytes_of > _MOST:
-            yield from _read_together(few)
-            few, size = [], 0
-        few.append(path)
+        bytes_of = (
+            Path(path).stat().st_size * (_EXPANSION if str(path).endswith(".gz") else 1)
+            if regular
+            else _MAX_BATCH_BYTES
+        )
+        if batch and size + bytes_of > _MAX_BATCH_BYTES:
+            yield from _read_together(batch)
+            batch, size = [], 0
+        batch.append(path)
         size += bytes_of
-    yield from _read_together(few)
+    yield from _read_together(batch)
 
 
-def _read_together(paths: list[str | Path]) -> list[NodeTable]:
+def _read_together(paths: list[str | Path]) -> list[NodeFrame]:
     """The tables of files that are small enough to be decoded as one."""
     if len(paths) < 2:
         return [read_table(path) for path in paths]
@@ -136,38 +140,40 @@ def _read_together(paths: list[str | Path]) -> list[NodeTable]:
     stops: list[Ints] = []
     counts: list[int] = []
     readers: list[EtReader] = []
-    begin = 0
+    offset = 0
     try:
         for path in paths:
             with EtReader(path) as reader:
                 blocks = list(reader.blocks())
             for block in blocks:
                 texts.append(block.data)
-                starts.append(np.array(block.starts, np.int64) + begin)
-                stops.append(np.array(block.stops, np.int64) + begin)
-                begin += len(block.data)
+                starts.append(np.array(block.starts, np.int64) + offset)
+                stops.append(np.array(block.stops, np.int64) + offset)
+                offset += len(block.data)
             counts.append(sum(map(len, blocks)))
             readers.append(reader)
         joined = Block(b"".join(texts), np.concatenate(starts).tolist(), np.concatenate(stops).tolist(), 0, 0)
         (columns,) = Decoder([*EXPECTED, SEQUENCE, ADDED], "").columns([joined])
     except InputError:  # one is damaged, or no Chakra trace: one after the other says which, and keeps what can be
         return [read_table(path) for path in paths]
-    nodes, odd, dependencies = _part(columns, 0)
-    ends = np.cumsum(counts).tolist()
+    nodes, unexpected, dependencies = _build_part(columns, 0)
+    row_ends = np.cumsum(counts).tolist()
     tables = []
-    for reader, first, end in zip(readers, [0, *ends], ends, strict=False):
+    for reader, first, end in zip(readers, [0, *row_ends], row_ends, strict=False):
         parts = [(pairs, *np.searchsorted(pairs.row, [first, end])) for pairs in dependencies]
         data, control, added = (
             NodeDependencies(pairs.row[low:high] - first, pairs.id[low:high]) for pairs, low, high in parts
         )
-        own = odd
-        if odd.height:  # a query costs more than a small file
-            own = odd.filter(pl.col("row").is_between(first, end - 1)).with_columns(pl.col("row") - first)
+        file_unexpected = unexpected
+        if unexpected.height:  # a query costs more than a small file
+            file_unexpected = unexpected.filter(pl.col("row").is_between(first, end - 1)).with_columns(
+                pl.col("row") - first
+            )
         tables.append(
-            NodeTable(
+            NodeFrame(
                 str(reader.path),
                 nodes.slice(first, end - first),
-                own,
+                file_unexpected,
                 data,
                 control,
                 added,
@@ -179,7 +185,7 @@ def _read_together(paths: list[str | Path]) -> list[NodeTable]:
     return tables
 
 
-def read_table(path: str | Path) -> NodeTable:
+def read_table(path: str | Path) -> NodeFrame:
     """Read a `.et` or `.et.gz` file: all of it up to where it is damaged.
 
     Raises:
@@ -193,7 +199,7 @@ def read_table(path: str | Path) -> NodeTable:
         blocks, block = reader.blocks(), None
         try:
             while (block := next(blocks, None)) is not None:
-                parts.append(_part(next(decoder.columns([block])), row))
+                parts.append(_build_part(next(decoder.columns([block])), row))
                 row += parts[-1][0].height
         except InputError as error:
             count = 0
@@ -201,21 +207,21 @@ def read_table(path: str | Path) -> NodeTable:
                 for _ in reader.decoded(block) if block is not None else ():
                     count += 1
             if block is not None and count:
-                whole = Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
-                parts.append(_part(next(decoder.columns([whole])), row))
+                intact = Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
+                parts.append(_build_part(next(decoder.columns([intact])), row))
             message = f"{error.message}; what comes before it is read, what comes after it is not"
             damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
         data, control, added = (
             NodeDependencies(
-                np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in of_kind)]),
-                np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in of_kind)]),
+                np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in pair_lists)]),
+                np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in pair_lists)]),
             )
-            for of_kind in ([part[2][kind] for part in parts] for kind in range(3))
+            for pair_lists in ([part[2][kind] for part in parts] for kind in range(3))
         )
-        return NodeTable(
+        return NodeFrame(
             str(path),
             pl.concat([_NO_NODES, *(part[0] for part in parts)], rechunk=True),
-            pl.concat([_NOTHING_ODD, *(part[1] for part in parts)]),
+            pl.concat([_NO_UNEXPECTED, *(part[1] for part in parts)]),
             data,
             control,
             added,
@@ -225,7 +231,7 @@ def read_table(path: str | Path) -> NodeTable:
         )
 
 
-def _part(columns: NodeColumns, first: int) -> _Part:
+def _build_part(columns: NodeColumns, first: int) -> _Part:
     """The nodes of a block whose first one has the row `first`: nodes, odd attributes, dependencies."""
     nodes = pl.DataFrame(
         {
@@ -236,33 +242,38 @@ def _part(columns: NodeColumns, first: int) -> _Part:
             "duration_us": columns.duration_us.view(np.uint64),
             **{name: columns.numbers(name) for name in (*NUMBERS, SEQUENCE)},
             "pg_name": columns.strings("pg_name"),
-            "involved_dim": _flags(columns.lists("involved_dim", EXPECTED["involved_dim"]), len(columns)),
+            "involved_dim": _build_flag_lists(columns.lists("involved_dim", EXPECTED["involved_dim"]), len(columns)),
         },
         schema_overrides={"name": pl.String},
     ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
-    odd = [_NOTHING_ODD]
-    for name, held in columns.attributes.items():
+    unexpected = [_NO_UNEXPECTED]
+    for name, attribute in columns.attributes.items():
         if name in EXPECTED:  # where it is not of the expected kind, or stands a second time
-            again = np.zeros(len(held.row), np.bool_)
-            again[1:] = held.row[1:] == held.row[:-1]
-            at = np.flatnonzero((held.member != _NUMBER[EXPECTED[name]]) | again)
-            kinds = [KINDS.get(number, "no value") for number in held.member[at].tolist()]
-            rows = {"row": held.row[at] + first, "attribute": [name] * len(at), "kind": kinds, "again": again[at]}
-            odd.append(pl.DataFrame(rows).cast(_NOTHING_ODD.schema))
+            repeated = np.zeros(len(attribute.row), np.bool_)
+            repeated[1:] = attribute.row[1:] == attribute.row[:-1]
+            indices = np.flatnonzero((attribute.member != _MEMBER_NUMBERS[EXPECTED[name]]) | repeated)
+            kinds = [KINDS.get(number, "no value") for number in attribute.member[indices].tolist()]
+            rows = {
+                "row": attribute.row[indices] + first,
+                "attribute": [name] * len(indices),
+                "kind": kinds,
+                "again": repeated[indices],
+            }
+            unexpected.append(pl.DataFrame(rows).cast(_NO_UNEXPECTED.schema))
     dependencies = [
         NodeDependencies(np.repeat(lists.row, lists.count) + first, lists.values.view(np.uint64))
         for lists in (columns.data, columns.control, columns.lists(ADDED, "uint64_list"))
     ]
-    return nodes, pl.concat(odd), dependencies
+    return nodes, pl.concat(unexpected), dependencies
 
 
-def _flags(lists: Lists, count: int) -> pl.Series:
+def _build_flag_lists(lists: RaggedColumn, count: int) -> pl.Series:
     """One list of flags per node; null where there is none."""
     if not len(lists.values):
         return pl.Series([None], dtype=pl.List(pl.Boolean)).new_from_index(0, count)
-    held = pl.DataFrame({"row": np.repeat(lists.row, lists.count), "flags": lists.values != 0})
+    flag_rows = pl.DataFrame({"row": np.repeat(lists.row, lists.count), "flags": lists.values != 0})
     rows = pl.DataFrame({"row": np.arange(count)})
-    return rows.join(held.group_by("row").agg("flags"), on="row", how="left", maintain_order="left")["flags"]
+    return rows.join(flag_rows.group_by("row").agg("flags"), on="row", how="left", maintain_order="left")["flags"]
 
 
 _NO_NODES = pl.DataFrame(
@@ -277,12 +288,12 @@ _NO_NODES = pl.DataFrame(
         "involved_dim": pl.List(pl.Boolean),
     }
 )
-_NOTHING_ODD = pl.DataFrame(
+_NO_UNEXPECTED = pl.DataFrame(
     schema={"row": pl.Int64, "attribute": pl.Enum(list(EXPECTED)), "kind": pl.String, "again": pl.Boolean}
 )
 
 # Larger numbers are dates or job ids.
-_NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d{1,7})\.et(?:\.gz)?$", re.IGNORECASE)
+_RANK_FILE_NAME = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d{1,7})\.et(?:\.gz)?$", re.IGNORECASE)
 _ENDINGS = (".et", ".et.gz")
 
 
@@ -309,7 +320,7 @@ class Workload:
 
     place: FileSet
     ranks: tuple[int | None, ...]
-    tables: tuple[NodeTable, ...]
+    tables: tuple[NodeFrame, ...]
     groups: GroupFile
 
     @cached_property
@@ -333,7 +344,7 @@ class Workload:
         return self.tables[file].path, self.ranks[file]
 
 
-def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[FileSet]:
+def find_file_sets(inputs: Sequence[str | Path], groups: Path | None = None) -> list[FileSet]:
     """The sets that files and directories belong to, in the order of their names.
 
     Args:
@@ -356,7 +367,7 @@ def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[Fil
             )
             raise InputError("the directory holds no .et files", slug="no-traces", where=str(path), hint=hint)
         for member in members:
-            match = _NUMBERED.match(member.name)
+            match = _RANK_FILE_NAME.match(member.name)
             key = (member.parent, match["prefix"] if match else member.name)
             entry = (int(match["rank"]) if match else None, member)
             if entry not in files_of_set.setdefault(key, []):
@@ -388,19 +399,19 @@ def read_workload(location: FileSet, step: Callable[[Path], None] | None = None)
         for _, path in location.files:
             if step:
                 step(path)
-            note_input(path)
+            remember_input(path)
             yield path
 
     tables = tuple(read_tables(noted()))
     ranks = tuple(rank for rank, _ in location.files)
     if location.groups:
-        note_input(location.groups)
+        remember_input(location.groups)
     return Workload(location, ranks, tables, read_groups(location.groups) if location.groups else GroupFile())
 
 
 WINDOW = 1 << 16
 
-PLAIN = pl.Schema(
+SIMULATOR_SCHEMA = pl.Schema(
     {
         "id": pl.Int64,
         "name": pl.String,
@@ -436,13 +447,13 @@ class Pairs:
     id: Ints
 
 
-def no_pairs() -> Pairs:
+def build_empty_pairs() -> Pairs:
     """No dependencies."""
     return Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)
-class PlainNodes:
+class SimulatorNodes:
     """The file of one rank.
 
     Attributes:
@@ -453,42 +464,42 @@ class PlainNodes:
 
     nodes: pl.DataFrame
     dependencies: Pairs
-    added: Pairs = field(default_factory=no_pairs)
+    added: Pairs = field(default_factory=build_empty_pairs)
 
     def windows(self) -> Iterator[bytes]:
         """Messages with their lengths, some ten thousand at a time."""
-        for at in range(0, self.nodes.height, WINDOW):
-            nodes = self.nodes.slice(at, WINDOW)
+        for start in range(0, self.nodes.height, WINDOW):
+            nodes = self.nodes.slice(start, WINDOW)
             everywhere = np.ones(nodes.height, np.bool_)
             on_host = nodes["is_cpu_op"].fill_null(value=False).cast(pl.Int64).to_numpy()
-            counts, ids = _of(self.dependencies, at, nodes.height)
+            counts, ids = _slice_dependencies(self.dependencies, start, nodes.height)
             fields = [
-                encode.number_field(b"\x08", nodes["id"].to_numpy()),
-                encode.delimited(b"\x12", encode.texts(nodes["name"])),
-                encode.number_field(b"\x18", nodes["type"].to_numpy()),
-                encode.packed_field(b"\x2a", counts, ids),
-                encode.number_field(b"\x38", nodes["duration_us"].to_numpy()),
-                *encode.number_attribute("is_cpu_op", "bool_val", on_host, everywhere),
+                encode.encode_number_field(b"\x08", nodes["id"].to_numpy()),
+                encode.encode_delimited(b"\x12", encode.encode_texts(nodes["name"])),
+                encode.encode_number_field(b"\x18", nodes["type"].to_numpy()),
+                encode.encode_packed_field(b"\x2a", counts, ids),
+                encode.encode_number_field(b"\x38", nodes["duration_us"].to_numpy()),
+                *encode.encode_number_attribute("is_cpu_op", "bool_val", on_host, everywhere),
             ]
             for name, member in _MEMBERS.items():
                 present = nodes[name].is_not_null().to_numpy()
-                fields += encode.number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
-            fields += encode.text_attribute("pg_name", nodes["pg_name"])
-            counts, ids = _of(self.added, at, nodes.height)
-            fields += encode.number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)
-            yield encode.render_page(fields)
+                fields += encode.encode_number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
+            fields += encode.encode_text_attribute("pg_name", nodes["pg_name"])
+            counts, ids = _slice_dependencies(self.added, start, nodes.height)
+            fields += encode.encode_number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)
+            yield encode.encode_messages(fields)
 
 
-def _of(pairs: Pairs, at: int, count: int) -> tuple[Ints, Ints]:
-    """How many dependencies each of `count` rows from `at` has, and all of them."""
-    first, last = np.searchsorted(pairs.row, [at, at + count])
-    return np.bincount(pairs.row[first:last] - at, minlength=count).astype(np.int64), pairs.id[first:last]
+def _slice_dependencies(pairs: Pairs, start: int, count: int) -> tuple[Ints, Ints]:
+    """How many dependencies each of `count` rows from `start` has, and all of them."""
+    first, last = np.searchsorted(pairs.row, [start, start + count])
+    return np.bincount(pairs.row[first:last] - start, minlength=count).astype(np.int64), pairs.id[first:last]
 
 
-def plain_metadata(schema: str, more: Mapping[str, str | int]) -> GlobalMetadata:
+def build_metadata(schema: str, extra: Mapping[str, str | int]) -> GlobalMetadata:
     """The first message of a file: which of our schemas it follows, and what else is to be said, by name."""
     message = GlobalMetadata(version="1.0.0")
-    values: dict[str, Any] = {"schema": schema, "traceloom": __version__, **more}
+    values: dict[str, Any] = {"schema": schema, "traceloom": __version__, **extra}
     for name, value in values.items():
         if isinstance(value, int):
             message.attr.add(name=name, int64_val=value)
@@ -497,9 +508,9 @@ def plain_metadata(schema: str, more: Mapping[str, str | int]) -> GlobalMetadata
     return message
 
 
-def write_plain(
+def write_simulator_nodes(
     directory: Path,
-    ranks: Sequence[tuple[GlobalMetadata, PlainNodes]],
+    ranks: Sequence[tuple[GlobalMetadata, SimulatorNodes]],
     groups: Mapping[str, Sequence[int]],
     *,
     force: bool = False,
@@ -510,16 +521,16 @@ def write_plain(
         OutputError: `file-exists`, `cannot-write`.
     """
 
-    def produce(folder: Path) -> None:
+    def produce(target_directory: Path) -> None:
         for rank, (metadata, nodes) in enumerate(ranks):
 
-            def fill(writer: EtWriter, metadata: GlobalMetadata = metadata, nodes: PlainNodes = nodes) -> None:
+            def fill(writer: EtWriter, metadata: GlobalMetadata = metadata, nodes: SimulatorNodes = nodes) -> None:
                 writer.message(metadata)
                 for window in nodes.windows():
                     writer.framed(window)
 
-            write_with(folder / f"workload.{rank}.et", fill)
-        text = group_text(groups).encode()
-        files.write(folder / GROUP_FILES[0], lambda handle: handle.write(text), force=False)
+            write_with(target_directory / f"workload.{rank}.et", fill)
+        text = format_groups(groups).encode()
+        files.write(target_directory / GROUP_FILES[0], lambda handle: handle.write(text), force=False)
 
-    return files.write_directory(directory, produce, FILES_OF_RANKS, force=force)
+    return files.write_directory(directory, produce, RANK_FILES_PATTERN, force=force)

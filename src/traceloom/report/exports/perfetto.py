@@ -22,10 +22,10 @@ import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.graph.graph import Graph
-from traceloom.report.views.timeline import add_overlay, counters
+from traceloom.report.views.timeline import add_overlay, build_counters
 from traceloom.system.sanitize import UNSAFE, sanitize
 from traceloom.trace.array_types import Ints
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 from traceloom.workload.simulate.result import Simulation
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from traceloom.report.documents.sections import CriticalPathStretchesRow, CriticalPathValue
 
 
-def microseconds(ns: pl.Series) -> pl.Series:
+def format_microseconds(ns: pl.Series) -> pl.Series:
     """Nanoseconds >= 0 as the text of microseconds with three decimals.
 
     Perfetto multiplies the number by 1000 as a double and cuts off the rest, which can be one nanosecond short; such a
@@ -53,14 +53,14 @@ def microseconds(ns: pl.Series) -> pl.Series:
     return pl.select(text.alias(ns.name)).to_series() if ns.len() else pl.Series(ns.name, [], pl.String)
 
 
-def encoded(names: pl.Series) -> pl.DataFrame:
+def encode_names(names: pl.Series) -> pl.DataFrame:
     """Every different name with its JSON text."""
     unique = names.unique()
     texts = [json.dumps(sanitize(name), ensure_ascii=False) for name in unique.to_list()]
     return pl.DataFrame({"name": unique, "quoted": texts}, schema={"name": pl.String, "quoted": pl.String})
 
 
-def with_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
+def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
     """The slices, each followed by its arrows, so that Perfetto binds them to it.
 
     Args:
@@ -72,24 +72,24 @@ def with_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
             pl.lit(opening), "place", pl.lit(',"name":"'), "arrow", pl.lit('","cat":"'), "arrow", pl.lit('","id":'),
             "id", pl.lit("}"),
         )  # fmt: skip
-        own = (
+        arrow_texts = (
             arrows.select(pl.col(end).alias("number"), "arrow", "id")
             .join(slices.select("number", "place"), on="number")
             .select("number", arrow.alias(end))
             .group_by("number", maintain_order=True)
             .agg(pl.col(end).str.join(",\n"))
         )
-        slices = slices.join(own, on="number", how="left", maintain_order="left")
-    whole = slices.select(pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True))
-    return str(whole.to_series().str.join(",\n").item())
+        slices = slices.join(arrow_texts, on="number", how="left", maintain_order="left")
+    texts = slices.select(pl.concat_str("text", "source", "target", separator=",\n", ignore_nulls=True))
+    return str(texts.to_series().str.join(",\n").item())
 
 
-_ARROW = "critical_path"
-_FIRST = 9 * 10**15  # numbers of these arrows: above those of all others, and whole as doubles
-_ARROWS = schema("source target arrow id", {"source": pl.UInt32, "target": pl.UInt32})
+_ARROW_NAME = "critical_path"
+_FIRST_ARROW_ID = 9 * 10**15  # numbers of these arrows: above those of all others, and whole as doubles
+_ARROW_SCHEMA = build_schema("source target arrow id", {"source": pl.UInt32, "target": pl.UInt32})
 
 
-def path_arrows(session: Session, path: CriticalPathValue | None) -> dict[int, pl.DataFrame]:
+def find_path_arrows(session: Session, path: CriticalPathValue | None) -> dict[int, pl.DataFrame]:
     """By trace, the events in which the path leaves a lane and enters the next one.
 
     Args:
@@ -108,18 +108,18 @@ def path_arrows(session: Session, path: CriticalPathValue | None) -> dict[int, p
         if row["first_event"] is None or row["rank"] not in number_of:
             continue
         if before is not None and before["start_ns"] + before["duration_ns"] == row["start_ns"]:
-            ends = (before["last_event"], row["first_event"])
-            of, to = number_of[before["rank"]], number_of[row["rank"]]
-            if of == to:
-                rows[of].append((*ends, _ARROW, _FIRST + index))
+            arrow_ends = (before["last_event"], row["first_event"])
+            source_trace, to = number_of[before["rank"]], number_of[row["rank"]]
+            if source_trace == to:
+                rows[source_trace].append((*arrow_ends, _ARROW_NAME, _FIRST_ARROW_ID + index))
             else:
-                rows[of].append((ends[0], None, _ARROW, _FIRST + index))
-                rows[to].append((None, ends[1], _ARROW, _FIRST + index))
+                rows[source_trace].append((arrow_ends[0], None, _ARROW_NAME, _FIRST_ARROW_ID + index))
+                rows[to].append((None, arrow_ends[1], _ARROW_NAME, _FIRST_ARROW_ID + index))
         before = row
-    return {number: pl.DataFrame(arrows, schema=_ARROWS, orient="row") for number, arrows in rows.items()}
+    return {number: pl.DataFrame(arrows, schema=_ARROW_SCHEMA, orient="row") for number, arrows in rows.items()}
 
 
-def path_track(path: CriticalPathValue | None, process: int, thread: int, shift_ns: int) -> Iterator[str]:
+def encode_path_track(path: CriticalPathValue | None, process: int, thread: int, shift_ns: int) -> Iterator[str]:
     """The path as a process of one track, its stretches one after the other; nothing without a path.
 
     Args:
@@ -130,7 +130,7 @@ def path_track(path: CriticalPathValue | None, process: int, thread: int, shift_
     """
     if path is None or not path["stretches"]:
         return
-    stretches = path["stretches"]
+    segments = path["stretches"]
     subject = "the window" if path["step"] is None else f"step {path['step']}"
     track = {"pid": process, "tid": thread}
     rows: list[dict[str, object]] = [
@@ -139,26 +139,26 @@ def path_track(path: CriticalPathValue | None, process: int, thread: int, shift_
         {"ph": "M", **track, "name": "thread_name", "args": {"name": f"critical path of {subject}"}},
     ]
     yield ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in rows)
-    start = microseconds(pl.Series("ts", [row["start_ns"] + shift_ns for row in stretches]))
-    length = microseconds(pl.Series("dur", [row["duration_ns"] for row in stretches]))
+    start = format_microseconds(pl.Series("ts", [row["start_ns"] + shift_ns for row in segments]))
+    length = format_microseconds(pl.Series("dur", [row["duration_ns"] for row in segments]))
     opening = f'{{"ph":"X","pid":{process},"tid":{thread},'
     slices = []
-    for ts, dur, row in zip(start, length, stretches, strict=True):
-        where = sanitize(row["where"]) if row["where"] else "nothing recorded"
+    for ts, dur, row in zip(start, length, segments, strict=True):
+        location = sanitize(row["where"]) if row["where"] else "nothing recorded"
         rank = "" if row["rank"] is None else f"rank {row['rank']} "
         texts = {"class": row["class"], "edge": row["edge"], "evidence": row["evidence"]}
         arguments = {key: value for key, value in texts.items() if value}
         if row["name"]:
             arguments["longest"] = sanitize(row["name"])
-        name = {"name": f"{rank}{where}", "cat": _ARROW, "args": arguments}
+        name = {"name": f"{rank}{location}", "cat": _ARROW_NAME, "args": arguments}
         text = json.dumps(name, ensure_ascii=False, separators=(",", ":"))
         slices.append(f'{opening}"ts":{ts},"dur":{dur},{text[1:]}')
     yield ",\n".join(slices)
 
 
-_KINDS = ["host", "device_annotation", "device", "device_sync", "other"]
+_LANE_KINDS = ["host", "device_annotation", "device", "device_sync", "other"]
 # Kineto draws a GPU annotation one nanosecond around its kernels: neighbours overlap by up to two.
-_ANNOTATION_RIM_NS = 2
+_ANNOTATION_MARGIN_NS = 2
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Tracks:
     end_ns: Ints
 
 
-def lay_out(trace: Trace) -> Tracks:
+def assign_tracks(trace: Trace) -> Tracks:
     """Give every event a track on which it nests."""
     events = trace.events
     # Host threads first, the busiest on top; then the devices, each with its annotations, streams and waits.
@@ -185,7 +185,7 @@ def lay_out(trace: Trace) -> Tracks:
         pl.when(kind.str.starts_with("device")).then(1).when(kind == "other").then(2).otherwise(0),
         pl.col("device").fill_null(-1),
         pl.col("stream").fill_null(-1),
-        kind.replace_strict(_KINDS, range(len(_KINDS)), return_dtype=pl.Int8),
+        kind.replace_strict(_LANE_KINDS, range(len(_LANE_KINDS)), return_dtype=pl.Int8),
         -pl.col("events").cast(pl.Int64),
         maintain_order=True,
     )
@@ -206,16 +206,16 @@ def lay_out(trace: Trace) -> Tracks:
         if row["kind"] not in {"host", "other"}:
             if row["kind"] == "device_annotation":
                 following = np.append(start[rows][1:], np.iinfo(np.int64).max)
-                over = end[rows] - following
-                rim = (over > 0) & (over <= _ANNOTATION_RIM_NS)
+                overlap_ns = end[rows] - following
+                rim = (overlap_ns > 0) & (overlap_ns <= _ANNOTATION_MARGIN_NS)
                 end[rows] = np.where(rim, np.maximum(following, start[rows]), end[rows])
-            level = levels(start[rows], end[rows])
+            level = assign_levels(start[rows], end[rows])
         track[rows] = len(names) + level
         names += [name if i == 0 else f"{name} ({i + 1})" for i in range(int(level.max(initial=0)) + 1)]
     return Tracks(names, track, end)
 
 
-def levels(start: Ints, end: Ints) -> Ints:
+def assign_levels(start: Ints, end: Ints) -> Ints:
     """The lowest level for each span (sorted by start) on which it overlaps none; 0 where nothing overlaps.
 
     Only clusters of overlapping spans are walked one by one.
@@ -224,20 +224,20 @@ def levels(start: Ints, end: Ints) -> Ints:
     if start.size < 2:
         return level
     reach = np.maximum.accumulate(end)
-    begins = np.append(True, start[1:] >= reach[:-1])  # a new cluster: all before has ended
-    bounds = np.append(np.flatnonzero(begins), start.size)
+    cluster_starts = np.append(True, start[1:] >= reach[:-1])  # a new cluster: all before has ended
+    bounds = np.append(np.flatnonzero(cluster_starts), start.size)
     for low, high in pairwise(bounds.tolist()):
         if high - low > 1:
-            level[low:high] = _cluster(start[low:high].tolist(), end[low:high].tolist())
+            level[low:high] = _assign_cluster_levels(start[low:high].tolist(), end[low:high].tolist())
     return level
 
 
-def _cluster(start: list[int], end: list[int]) -> list[int]:
+def _assign_cluster_levels(start: list[int], end: list[int]) -> list[int]:
     busy: list[tuple[int, int]] = []  # (end, level)
     free: list[int] = []
     out: list[int] = []
-    for begin, stop in zip(start, end, strict=True):
-        while busy and busy[0][0] <= begin:
+    for span_start, stop in zip(start, end, strict=True):
+        while busy and busy[0][0] <= span_start:
             heapq.heappush(free, heapq.heappop(busy)[1])
         level = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (stop, level))
@@ -245,7 +245,7 @@ def _cluster(start: list[int], end: list[int]) -> list[int]:
     return out
 
 
-_SLICE = 32_768  # events encoded at a time
+_BATCH_EVENTS = 32_768  # events encoded at a time
 # Perfetto knows threads by their number alone, so numbers never repeat in a file, nor equal a process's.
 _TRACKS_PER_PROCESS = 1_000_000
 
@@ -266,15 +266,17 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathV
     times = [epoch_ns]
     for trace in session.traces:
         frames = (trace.allocations, trace.counters, trace.marks)
-        others = [frame["time_ns"].min() for frame in frames if frame.height]
-        times += [trace.start_ns, *(time for time in others if isinstance(time, int))] if trace.events.height else [0]
+        first_times = [frame["time_ns"].min() for frame in frames if frame.height]
+        times += (
+            [trace.start_ns, *(time for time in first_times if isinstance(time, int))] if trace.events.height else [0]
+        )
     first = min(times)
     handle.write(b'{"displayTimeUnit":"ns","otherData":{"epoch_ns":"%d"},"traceEvents":[\n' % first)
     separator = b""
-    own = len(session.traces) + 1
-    arrows = path_arrows(session, path)
-    parts = [_trace(trace, number + 1, first, arrows.get(number)) for number, trace in enumerate(session.traces)]
-    parts.append(path_track(path, own, own * _TRACKS_PER_PROCESS, epoch_ns - first))
+    path_process = len(session.traces) + 1
+    arrows = find_path_arrows(session, path)
+    parts = [_encode_trace(trace, number + 1, first, arrows.get(number)) for number, trace in enumerate(session.traces)]
+    parts.append(encode_path_track(path, path_process, path_process * _TRACKS_PER_PROCESS, epoch_ns - first))
     for text in chain.from_iterable(parts):
         if text:
             handle.write(separator + text.encode("utf-8", "replace"))
@@ -282,9 +284,9 @@ def write(session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathV
     handle.write(b"\n]}\n")
 
 
-def _trace(trace: Trace, process: int, epoch_ns: int, more: pl.DataFrame | None = None) -> Iterator[str]:
+def _encode_trace(trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.DataFrame | None = None) -> Iterator[str]:
     """The parts of one trace, each some rows of JSON."""
-    tracks = lay_out(trace)
+    tracks = assign_tracks(trace)
     first_thread = process * _TRACKS_PER_PROCESS
     rank = "?" if trace.rank is None else trace.rank
     name = f"rank {rank}" + (f" on {sanitize(trace.meta.host)}" if trace.meta.host else "")
@@ -301,11 +303,11 @@ def _trace(trace: Trace, process: int, epoch_ns: int, more: pl.DataFrame | None 
 
     steps = trace.steps
     step_rows = pl.concat_str(
-        pl.lit(f'{{"ph":"X","pid":{process},"tid":{first_thread},"ts":'), microseconds(steps["start_ns"] - epoch_ns),
-        pl.lit(',"dur":'), microseconds((steps["end_ns"] - steps["start_ns"]).clip(0)),
+        pl.lit(f'{{"ph":"X","pid":{process},"tid":{first_thread},"ts":'), format_microseconds(steps["start_ns"] - epoch_ns),
+        pl.lit(',"dur":'), format_microseconds((steps["end_ns"] - steps["start_ns"]).clip(0)),
         pl.lit(',"name":"step '), "step", pl.lit('","cat":"step","args":{"step":'), "step", pl.lit("}}"),
     )  # fmt: skip
-    yield _joined(steps, step_rows)
+    yield _join_rows(steps, step_rows)
 
     start = trace.events["start_ns"]
     events = trace.events.with_columns(
@@ -321,41 +323,41 @@ def _trace(trace: Trace, process: int, epoch_ns: int, more: pl.DataFrame | None 
     )  # fmt: skip
     arrows = pl.concat([launches, flows.cast(launches.schema)])
     arrows = arrows.with_columns(id=pl.int_range(pl.len(), dtype=pl.Int64) + process * 10**10)
-    if more is not None:
-        arrows = pl.concat([arrows, more.cast(arrows.schema)])
-    names = encoded(events["name"])
-    for low in range(0, events.height, _SLICE):
-        yield _slices(trace, events.slice(low, _SLICE), names, arrows, process)
+    if extra_arrows is not None:
+        arrows = pl.concat([arrows, extra_arrows.cast(arrows.schema)])
+    names = encode_names(events["name"])
+    for low in range(0, events.height, _BATCH_EVENTS):
+        yield _encode_slices(trace, events.slice(low, _BATCH_EVENTS), names, arrows, process)
 
-    curves = counters(trace).filter(pl.col("value").is_finite())
-    curves = curves.join(encoded(curves["name"]), on="name", how="left", maintain_order="left")
+    curves = build_counters(trace).filter(pl.col("value").is_finite())
+    curves = curves.join(encode_names(curves["name"]), on="name", how="left", maintain_order="left")
     curve_rows = pl.concat_str(
-        pl.lit(f'{{"ph":"C","pid":{process},"ts":'), microseconds(curves["time_ns"] - epoch_ns), pl.lit(',"name":'),
+        pl.lit(f'{{"ph":"C","pid":{process},"ts":'), format_microseconds(curves["time_ns"] - epoch_ns), pl.lit(',"name":'),
         "quoted", pl.lit(',"args":{"value":'), pl.col("value").round(6).cast(pl.String), pl.lit("}}"),
     )  # fmt: skip
-    yield _joined(curves, curve_rows)
+    yield _join_rows(curves, curve_rows)
 
-    marks = trace.marks.join(encoded(trace.marks["name"]), on="name", how="left", maintain_order="left")
+    marks = trace.marks.join(encode_names(trace.marks["name"]), on="name", how="left", maintain_order="left")
     mark_rows = pl.concat_str(
-        pl.lit(f'{{"ph":"i","s":"p","pid":{process},"ts":'), microseconds(marks["time_ns"] - epoch_ns),
+        pl.lit(f'{{"ph":"i","s":"p","pid":{process},"ts":'), format_microseconds(marks["time_ns"] - epoch_ns),
         pl.lit(',"name":'), "quoted", pl.lit("}"),
     )  # fmt: skip
-    yield _joined(marks, mark_rows)
+    yield _join_rows(marks, mark_rows)
 
 
-def _slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.DataFrame, process: int) -> str:
+def _encode_slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.DataFrame, process: int) -> str:
     """The slices, each followed by its arrows, so that Perfetto binds them to it."""
     # What the side frames say about these events, one row per event.
-    inside = pl.col("event").is_between(events["event"][0], events["event"][-1])
+    in_batch = pl.col("event").is_between(events["event"][0], events["event"][-1])
     for frame in (
         trace.tensors.select("event", "shapes", "types"),
         trace.copies.select("event", copy_bytes="bytes"),
         trace.collectives.select("event", "group", "in_bytes", "out_bytes", collective="kind"),
     ):
-        own = frame.filter(inside).unique("event", keep="first")
-        events = events.join(own, on="event", how="left", maintain_order="left")
+        batch_rows = frame.filter(in_batch).unique("event", keep="first")
+        events = events.join(batch_rows, on="event", how="left", maintain_order="left")
     events = events.join(names, on="name", how="left", maintain_order="left")
-    events = events.with_columns(microseconds(events["ts"]), microseconds(events["dur"]))
+    events = events.with_columns(format_microseconds(events["ts"]), format_microseconds(events["dur"]))
     numbers = {
         name: pl.col("copy_bytes" if name == "bytes" else name).cast(pl.String)
         for name in ("step", "correlation", "external_id", "sequence", "in_bytes", "out_bytes", "stream", "bytes")
@@ -383,10 +385,10 @@ def _slices(trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.
             *args, pl.lit("}}"),
         )
     )  # fmt: skip
-    return with_arrows(rows, arrows)
+    return append_arrows(rows, arrows)
 
 
-def _joined(frame: pl.DataFrame, rows: pl.Expr) -> str:
+def _join_rows(frame: pl.DataFrame, rows: pl.Expr) -> str:
     return str(frame.select(rows).to_series().str.join(",\n").item()) if frame.height else ""
 
 
@@ -411,7 +413,7 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
     bounds = np.flatnonzero(np.diff(lane, prepend=-1, append=-1)) if len(lane) else np.zeros(0, np.int64)
     level = np.zeros(len(lane), np.int64)
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        level[low:high] = levels(start[low:high], end[low:high])
+        level[low:high] = assign_levels(start[low:high], end[low:high])
     nodes = nodes.with_columns(level=pl.Series(level))
     tracks = (
         nodes.select("rank", "lane", "level")
@@ -424,8 +426,8 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
     nodes = nodes.join(tracks.select("lane", "level", "tid"), on=["lane", "level"], how="left", maintain_order="left")
     nodes = nodes.with_columns(
         pid=pl.col("rank").cast(pl.Int64) + 1,
-        ts=microseconds(nodes["start_ns"] - first),
-        dur=microseconds(nodes["duration_ns"]),
+        ts=format_microseconds(nodes["start_ns"] - first),
+        dur=format_microseconds(nodes["duration_ns"]),
     )
     lanes = graph.nodes["lane"]
     edges = graph.edges.with_columns(of=lanes.gather(graph.edges["source"]), to=lanes.gather(graph.edges["target"]))
@@ -456,7 +458,7 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
         ]
     for text in (
         ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
-        *_graph_slices(nodes, encoded(nodes["name"]), arrows),
+        *_encode_graph_slices(nodes, encode_names(nodes["name"]), arrows),
     ):
         if text:
             handle.write((separator + text).encode("utf-8", "replace"))
@@ -464,10 +466,10 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
     handle.write(b"\n]}\n")
 
 
-def _graph_slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> Iterator[str]:
+def _encode_graph_slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame) -> Iterator[str]:
     """The slices, each followed by the arrows that begin and end in it, so that Perfetto binds them to it."""
-    for low in range(0, nodes.height, _SLICE):
-        part = nodes.slice(low, _SLICE).join(quoted, on="name", how="left", maintain_order="left")
+    for low in range(0, nodes.height, _BATCH_EVENTS):
+        part = nodes.slice(low, _BATCH_EVENTS).join(quoted, on="name", how="left", maintain_order="left")
         prefix = pl.concat_str(pl.lit('"pid":'), "pid", pl.lit(',"tid":'), "tid", pl.lit(',"ts":'))
         optional = [
             pl.when(pl.col(name).is_not_null())
@@ -484,7 +486,7 @@ def _graph_slices(nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFram
                 *optional, pl.lit("}}"),
             ),
         )  # fmt: skip
-        yield with_arrows(rows, arrows)
+        yield append_arrows(rows, arrows)
 
 
 def write_simulation(answer: Simulation, handle: BinaryIO) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import polars as pl
 
 from traceloom import __version__
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.flame import call_tree, flame, thread_names
-from traceloom.analyze.host_events import places
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.flame import call_tree, flame, list_thread_names
+from traceloom.analyze.host_events import parse_frame_places
 from traceloom.trace.array_types import Ints
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
@@ -56,28 +56,30 @@ def write(session: Session, handle: BinaryIO) -> None:
     handle.write(json.dumps(head)[:-1].encode() + b', "profiles": [')
     between = b"\n"
     for trace in session.traces:
-        of_rank = "" if not several else "rank ?: " if trace.rank is None else f"rank {trace.rank}: "
-        for part in _profiles(trace, epoch, of_rank, frames):
-            handle.writelines((between if number == 0 else b"") + piece for number, piece in enumerate(part))
+        rank_prefix = "" if not several else "rank ?: " if trace.rank is None else f"rank {trace.rank}: "
+        for part in _profiles(trace, epoch, rank_prefix, frames):
+            handle.writelines((between if number == 0 else b"") + chunk for number, chunk in enumerate(part))
             between = b",\n"
     if between == b"\n":
         nothing = {"type": "evented", "name": "nothing recorded", "unit": "nanoseconds"}
         handle.write(json.dumps({**nothing, "startValue": 0, "endValue": 0, "events": []}).encode())
     handle.write(b'], "shared": {"frames": [')
     fields = ("name", "file", "line")
-    known = (
+    frame_entries = (
         {key: value for key, value in zip(fields, frame, strict=True) if value is not None} for frame in frames.keys
     )
-    handle.write(b",".join(json.dumps(frame).encode() for frame in known))
+    handle.write(b",".join(json.dumps(frame).encode() for frame in frame_entries))
     handle.write(b"]}}\n")
 
 
 def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterator[Iterator[bytes]]:
     """One text in pieces for each profile of a rank: the main thread first."""
-    tree, folded = forest(trace), call_tree(trace)
-    number = np.array(frames.numbers(places(folded.names)), dtype=np.int64)
-    named = trace.lanes.select("lane", "kind", name=thread_names(trace)).filter(pl.col("kind") == "host").sort("lane")
-    for lane, name in named.select("lane", "name").iter_rows():
+    tree, folded = build_forest(trace), call_tree(trace)
+    number = np.array(frames.numbers(parse_frame_places(folded.names)), dtype=np.int64)
+    named_lanes = (
+        trace.lanes.select("lane", "kind", name=list_thread_names(trace)).filter(pl.col("kind") == "host").sort("lane")
+    )
+    for lane, name in named_lanes.select("lane", "name").iter_rows():
         low, high = np.searchsorted(tree.lane, [lane, lane + 1]).tolist()
         if high > low:
             yield _thread(trace, (low, high), number[folded.name_of[low:high]], epoch, before + name)
@@ -88,11 +90,11 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterato
         numbers = frames.numbers(table)
         parent = table["parent"].to_list()
         stacks: list[list[int]] = []
-        for row, above in enumerate(parent):
-            stacks.append([*([] if above is None else stacks[above]), numbers[row]])
+        for row, parent_row in enumerate(parent):
+            stacks.append([*([] if parent_row is None else stacks[parent_row]), numbers[row]])
         weights = table["self_device_ns"].to_list()
-        chosen = [row for row, weight in enumerate(weights) if weight]
-        samples, values = [stacks[row] for row in chosen], [weights[row] for row in chosen]
+        weighted_rows = [row for row, weight in enumerate(weights) if weight]
+        samples, values = [stacks[row] for row in weighted_rows], [weights[row] for row in weighted_rows]
         if flame_graph.unattributed_device_ns:
             samples.append([frames.number(_NO_LAUNCH)])
             values.append(flame_graph.unattributed_device_ns)
@@ -110,7 +112,7 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterato
 
 def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str) -> Iterator[bytes]:
     """The events of one lane, opened and closed in order: what has ended is closed before the next one opens."""
-    tree = forest(trace)
+    tree = build_forest(trace)
     low, high = span
     indices = np.arange(high - low)
     start, end = tree.start_ns[low:high] - epoch, tree.end_ns[low:high] - epoch
@@ -119,16 +121,22 @@ def _thread(trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: 
     turn_open = indices + np.searchsorted(stop[closing], indices, side="right")
     turn_close = np.arange(indices.size) + stop[closing]
     total = 2 * indices.size
-    at, event_frame = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    event_ns, event_frame = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
     opens = np.zeros(total, dtype=np.bool_)
-    at[turn_open], event_frame[turn_open], opens[turn_open] = start, frame, True
-    at[turn_close], event_frame[turn_close] = end[closing], frame[closing]
-    at = np.maximum.accumulate(at)
-    header = {"type": "evented", "name": name, "unit": "nanoseconds", "startValue": int(at[0]), "endValue": int(at[-1])}
+    event_ns[turn_open], event_frame[turn_open], opens[turn_open] = start, frame, True
+    event_ns[turn_close], event_frame[turn_close] = end[closing], frame[closing]
+    event_ns = np.maximum.accumulate(event_ns)
+    header = {
+        "type": "evented",
+        "name": name,
+        "unit": "nanoseconds",
+        "startValue": int(event_ns[0]),
+        "endValue": int(event_ns[-1]),
+    }
     yield json.dumps(header)[:-1].encode() + b', "events": ['
     for first in range(0, total, _AT_ONCE):
-        piece = slice(first, first + _AT_ONCE)
-        text = pl.DataFrame({"open": opens[piece], "frame": event_frame[piece], "at": at[piece]}).select(
+        batch = slice(first, first + _AT_ONCE)
+        text = pl.DataFrame({"open": opens[batch], "frame": event_frame[batch], "at": event_ns[batch]}).select(
             pl.concat_str(
                 pl.when("open").then(pl.lit('{"type":"O","frame":')).otherwise(pl.lit('{"type":"C","frame":')),
                 "frame",

@@ -21,7 +21,7 @@ CORE_KEYS = (
 )  # fmt: skip
 """The sections of the core, which every report has, in the order of a terminal."""
 
-KEYS = (
+EXTRA_KEYS = (
     "memory_owners", "per_step", "kinds", "kernel_shapes", "copies", "counters", "critical_path", "idle_gaps",
     "launches", "graph_launches", "patterns", "roofline", "flame", "blocking_calls", "threads", "compile",
     "collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline", "anti_patterns",
@@ -54,16 +54,16 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 CORE = "core"
 FINDINGS = "findings"
-NAMES = (CORE, FINDINGS, *CORE_KEYS, *KEYS)
+SECTION_NAMES = (CORE, FINDINGS, *CORE_KEYS, *EXTRA_KEYS)
 """What `--only` can name: parts of a report and sections."""
 
-NOT_ASKED = "not asked for (--only)"
-FAILED = "could not be worked out"
+NOT_REQUESTED_REASON = "not asked for (--only)"
+FAILED_REASON = "could not be worked out"
 """What the reason of a section begins with that failed."""
 
 
 @cache
-def section_of(key: str) -> Section[Any, Any]:
+def load_section(key: str) -> Section[Any, Any]:
     """The section of a key."""
     module, _, name = _SECTIONS[key].partition(":")
     loaded: Section[Any, Any] = getattr(importlib.import_module(module), name)
@@ -81,9 +81,9 @@ _SECTIONS = {
     "communication": "traceloom.report.sections.collectives:COMMUNICATION_SECTION",
     "memory": "traceloom.report.sections.memory:MEMORY_SECTION",
     "data_loading": "traceloom.report.sections.host:DATA_LOADING_SECTION",
-    "memory_owners": "traceloom.report.sections.memory:SECTION",
+    "memory_owners": "traceloom.report.sections.memory:MEMORY_OWNERS_SECTION",
     "per_step": "traceloom.report.sections.steps:PER_STEP_SECTION",
-    "kinds": "traceloom.report.sections.kernels:SECTION",
+    "kinds": "traceloom.report.sections.kernels:KERNEL_KINDS_SECTION",
     "kernel_shapes": "traceloom.report.sections.kernels:KERNEL_SHAPES_SECTION",
     "copies": "traceloom.report.sections.copies:SECTION",
     "counters": "traceloom.report.sections.copies:COUNTERS_SECTION",
@@ -110,45 +110,47 @@ _SECTIONS = {
 """Module and name of each section; none is loaded before it is asked for."""
 
 
-def core() -> tuple[Section[Any, Any], ...]:
+def load_core_sections() -> tuple[Section[Any, Any], ...]:
     """The sections of the core."""
-    return tuple(section_of(key) for key in CORE_KEYS)
+    return tuple(load_section(key) for key in CORE_KEYS)
 
 
-def every() -> tuple[Section[Any, Any], ...]:
+def load_extra_sections() -> tuple[Section[Any, Any], ...]:
     """All sections beyond the core."""
-    return tuple(section_of(key) for key in KEYS)
+    return tuple(load_section(key) for key in EXTRA_KEYS)
 
 
-def chosen(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]:
+def select_sections(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]:
     """The sections beyond the core that `--only` asks for; all where it is None, none for `core` alone.
 
     Raises:
         UsageError: slug `no-such-section`.
     """
     if only is None:
-        return every()
+        return load_extra_sections()
     for key in only:
-        if key not in NAMES:
-            hint = nearest(key, NAMES) + f"use one of {', '.join(NAMES)}"
+        if key not in SECTION_NAMES:
+            hint = nearest(key, SECTION_NAMES) + f"use one of {', '.join(SECTION_NAMES)}"
             raise UsageError(f"`{key}` is no section of the report", slug="no-such-section", hint=hint)
-    return tuple(section_of(key) for key in KEYS if key in only)
+    return tuple(load_section(key) for key in EXTRA_KEYS if key in only)
 
 
-def summaries(document: ReportDocument) -> list[tuple[str, str]]:
+def summarise_core_sections(document: ReportDocument) -> list[tuple[str, str]]:
     """Title and sentence of the sections of the core that have something to say."""
-    sentences = ((section.title, section.summary(section.value(document))) for section in core())
-    return [(title, sentence) for title, sentence in sentences if sentence]
+    sentences = ((section.title, section.summary(section.value(document))) for section in load_core_sections())
+    return [(title, summary) for title, summary in sentences if summary]
 
 
-def shown(document: ReportDocument) -> tuple[Section[Any, Any], ...]:
+def select_visible_sections(document: ReportDocument) -> tuple[Section[Any, Any], ...]:
     """The sections beyond the core that a document was asked for, and that did not fail."""
     left_out = {
-        entry["path"] for entry in document.get("absent") or [] if entry["reason"].startswith((NOT_ASKED, FAILED))
+        entry["path"]
+        for entry in document.get("absent") or []
+        if entry["reason"].startswith((NOT_REQUESTED_REASON, FAILED_REASON))
     }
-    return tuple(section_of(key) for key in KEYS if key in document and key not in left_out)
+    return tuple(load_section(key) for key in EXTRA_KEYS if key in document and key not in left_out)
 
 
-def reasons(some: Iterable[Section[Any, Any]]) -> dict[str, str]:
+def collect_reasons(sections: Iterable[Section[Any, Any]]) -> dict[str, str]:
     """Why values of the sections can be unknown."""
-    return {path: reason for each in some for path, reason in each.reasons.items()}
+    return {path: reason for section in sections for path, reason in section.reasons.items()}

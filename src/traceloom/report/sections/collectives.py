@@ -12,22 +12,22 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.bandwidth import set_peak
 from traceloom.analyze.collectives import CALL_SCHEMA, KEYS, WhereType
-from traceloom.analyze.groups import EXCHANGE_SCHEMA, GROUP_SCHEMA, MATRIX_SCHEMA
+from traceloom.analyze.groups import ALL_TO_ALL_SCHEMA, GROUP_SCHEMA, MATRIX_SCHEMA
 from traceloom.analyze.rank_summary import RankPart
-from traceloom.report.document import Col, Part, Table, UnknownValues
-from traceloom.report.figure import heat_map
-from traceloom.report.sections.ranks import NO_CALLS, RanksSection, calls_of
+from traceloom.report.document import Col, ListSchema, Table, UnknownValues
+from traceloom.report.figure import draw_heat_map
+from traceloom.report.sections.ranks import NO_CALLS_REASON, RanksSection, merge_rank_calls
 from traceloom.report.sections.section import (
     Columns,
     CoreSection,
     Measurements,
     RankMeasurements,
-    rank_column,
-    sum_as_text,
-    table,
+    build_table,
+    format_sum,
+    select_rank_column,
 )
 from traceloom.system import units
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.frames import build_schema, cast_to_schema
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from traceloom.report.documents.sections import CollectivesValue, GroupsRow, RankMatrixValue
 
 
-_LONGEST = 100
+_MAX_CALLS = 100
 _KEYS = ("where", "kind", "backend", "group_size", "size_bytes")
-_SUMMARY = schema(
+_SUMMARY = build_schema(
     *_KEYS,
     "rank_count group_count count total_ns min_ns median_ns max_ns exposed_ns blocking_ns algorithm_byte_rate",
     "bus_byte_rate best_bus_byte_rate link link_fraction mean_step_ns min_step_ns max_step_ns",
     {"where": WhereType},
 )
-_SHOWN = (
+_CALL_COLUMNS = (
     "rank", "where", "device", "stream", "step", "phase", "start_ns", "duration_ns", "kind", "backend", "name", "group",
     "group_size", "sequence", "peer", "element_type", "in_bytes", "out_bytes", "size_bytes", "bus_gb_per_s", "link",
     "link_fraction", "algorithm", "protocol", "name_certain", "channels", "exposed_ns", "blocking_ns",
 )  # fmt: skip
-_CALLS = pl.Schema({name: CALL_SCHEMA[name] for name in _SHOWN})
+_CALLS = pl.Schema({name: CALL_SCHEMA[name] for name in _CALL_COLUMNS})
 _GB = 1e9
 _NO_BANDWIDTH = "size or group is not known, or the call only submits"
-_UNKNOWN = {
+_UNKNOWN_REASONS = {
     "link": "the group may leave its host, or the device's link is not known",
     "link_fraction": "the link or the bandwidth is not known",
     "exposed_ns": "only communication on a device can overlap its compute",
@@ -66,11 +66,11 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
     note = "What each moved and how fast, and how much of it compute had to wait for."
     what = "communication by kind and size, and the longest calls"
     parts = {
-        "summary": Part(
+        "summary": ListSchema(
             _SUMMARY,
             "over all ranks; the largest total first",
             {
-                **_UNKNOWN,
+                **_UNKNOWN_REASONS,
                 "bus_byte_rate": _NO_BANDWIDTH,
                 "best_bus_byte_rate": _NO_BANDWIDTH,
                 "algorithm_byte_rate": "the size is not known, or the call only submits",
@@ -78,11 +78,11 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             ("kind", "backend", "group_size", "size_bytes", "mean_step_ns", "min_step_ns", "max_step_ns"),
             ranked=False,
         ),
-        "calls": Part(
+        "calls": ListSchema(
             _CALLS,
-            f"the {_LONGEST} longest single calls",
+            f"the {_MAX_CALLS} longest single calls",
             {
-                **_UNKNOWN,
+                **_UNKNOWN_REASONS,
                 "bus_gb_per_s": _NO_BANDWIDTH,
                 "name_certain": "the name of the kernel says neither algorithm nor protocol",
                 "channels": "only kernels of NCCL and RCCL have them, and the file must still be there and below "
@@ -96,12 +96,12 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
         ),
     }  # fmt: skip
     others = {"call_count": {"type": "integer"}}
-    unknown = {"": NO_CALLS}
+    unknown = {"": NO_CALLS_REASON}
 
-    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> CollectivesValue:
-        calls = calls_of(study.results)
-        if study.options.link_peak is not None:
-            calls = set_peak(calls, study.options.link_peak)
+    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> CollectivesValue:
+        calls = merge_rank_calls(measurements.results)
+        if measurements.options.link_peak is not None:
+            calls = set_peak(calls, measurements.options.link_peak)
         # One row per place, kind, back end, group size and message size, over all ranks.
         duration = pl.col("duration_ns")
         members = pl.col("members").cast(pl.List(pl.String)).list.join(",")
@@ -124,12 +124,15 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             pl.col("link_fraction").median(),
         )
         # mean, least and most are of the time of one rank in one whole step
-        whole_steps = pl.concat(
-            [part.steps.filter("complete").select("step", rank=pl.lit(part.rank, pl.Int32)) for part in study.results]
+        complete_steps = pl.concat(
+            [
+                part.steps.filter("complete").select("step", rank=pl.lit(part.rank, pl.Int32))
+                for part in measurements.results
+            ]
         )
-        inside = calls.join(whole_steps, on=["step", "rank"], how="semi", nulls_equal=True)
-        each = inside.group_by(*_KEYS, "rank", "step").agg(pl.col("duration_ns").sum().alias("ns"))
-        spread = each.group_by(_KEYS).agg(
+        step_calls = calls.join(complete_steps, on=["step", "rank"], how="semi", nulls_equal=True)
+        step_totals = step_calls.group_by(*_KEYS, "rank", "step").agg(pl.col("duration_ns").sum().alias("ns"))
+        spread = step_totals.group_by(_KEYS).agg(
             pl.col("ns").mean().alias("mean_step_ns"),
             pl.col("ns").min().alias("min_step_ns"),
             pl.col("ns").max().alias("max_step_ns"),
@@ -137,10 +140,10 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
         joined = sums.join(spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left")
         summary = joined.pipe(cast_to_schema, _SUMMARY)
         summary = summary.sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
-        longest = calls.sort("duration_ns", "start_ns", descending=[True, False]).head(_LONGEST).select(list(_CALLS))
+        longest = calls.sort("duration_ns", "start_ns", descending=[True, False]).head(_MAX_CALLS).select(list(_CALLS))
         if not calls.height:
-            absent.say("collectives")
-        return {**self.lists({"summary": summary, "calls": longest}, absent), "call_count": calls.height}
+            unknowns.say("collectives")
+        return {**self.lists({"summary": summary, "calls": longest}, unknowns), "call_count": calls.height}
 
     def tables(self, value: CollectivesValue) -> Iterator[Table]:
         if not value["summary"]:
@@ -149,24 +152,24 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
                    "+min_ns", "+max_ns", "+mean_step_ns", "bus_byte_rate", "+best_bus_byte_rate", "+link_fraction",
                    "+link", "+backend", "+where"]  # fmt: skip
         note = "Bandwidth is of the whole duration: where ranks wait for each other it is less than what the link gave."
-        yield table("collectives.summary", "Collectives by kind and size", columns, value["summary"], note)
+        yield build_table("collectives.summary", "Collectives by kind and size", columns, value["summary"], note)
         columns = ["rank", "step", "kind", "size_bytes", "duration_ns", "exposed_ns", "blocking_ns", "+phase", "+group",
                    "+group_size", "+algorithm", "+protocol", "+channels", "name"]  # fmt: skip
-        yield table("collectives.calls", "Longest calls", columns, value["calls"])
+        yield build_table("collectives.calls", "Longest calls", columns, value["calls"])
 
     def summary(self, value: CollectivesValue) -> str | None:
-        by_kind = value["summary"]
-        if not by_kind:
+        kind_rows = value["summary"]
+        if not kind_rows:
             return None
-        total = sum(row["total_ns"] for row in by_kind)
-        top = by_kind[0]
-        size = f" of {units.size(top['size_bytes'])}" if top["size_bytes"] else ""
-        text = f"{units.count_of(value['call_count'], 'call')}, {units.duration(total)} over all ranks"
-        device = [(ns, row["total_ns"]) for row in by_kind if (ns := row["exposed_ns"]) is not None]
+        total = sum(row["total_ns"] for row in kind_rows)
+        top = kind_rows[0]
+        size = f" of {units.format_size(top['size_bytes'])}" if top["size_bytes"] else ""
+        text = f"{units.format_quantity(value['call_count'], 'call')}, {units.format_duration(total)} over all ranks"
+        device = [(ns, row["total_ns"]) for row in kind_rows if (ns := row["exposed_ns"]) is not None]
         if device:
-            exposed, of_device = (sum(times) for times in zip(*device, strict=True))
-            text += f", {units.share(exposed, of_device)} of it exposed"
-        return f"{text}; most in {top['kind'] or 'unknown'}{size} ({units.duration(top['total_ns'])})"
+            exposed, device_ns = (sum(times) for times in zip(*device, strict=True))
+            text += f", {units.format_share(exposed, device_ns)} of it exposed"
+        return f"{text}; most in {top['kind'] or 'unknown'}{size} ({units.format_duration(top['total_ns'])})"
 
 
 SECTION = CollectivesSection()
@@ -179,11 +182,11 @@ class CommunicationSection(CoreSection):
     note = "Collectives by kind and group."
     path = "communication.collectives"
 
-    def build(self, study: Measurements[RankMeasurements], absent: UnknownValues) -> CommunicationValue:
+    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> CommunicationValue:
         """Collectives by kind, group, type and place, and what they cost every rank."""
         optional = pl.col("bytes", "exposed_ns")
         collectives = (
-            pl.concat([rank.communication.collectives for rank in study.results])
+            pl.concat([rank.communication.collectives for rank in measurements.results])
             .group_by(*KEYS, maintain_order=True)
             .agg(
                 pl.col("count", "total_ns").sum(),
@@ -196,13 +199,13 @@ class CommunicationSection(CoreSection):
             .sort("total_ns", descending=True, maintain_order=True)
         )
         return {
-            "collectives": absent.listed(collectives, "communication.collectives"),
+            "collectives": unknowns.convert_list(collectives, "communication.collectives"),
             "ranks": [
                 {
-                    "rank": absent.value(rank.trace.rank, "communication.ranks[*].rank"),
-                    "devices": absent.rows(rank.communication.devices, "communication.ranks[*].devices"),
+                    "rank": unknowns.value(rank.trace.rank, "communication.ranks[*].rank"),
+                    "devices": unknowns.rows(rank.communication.devices, "communication.ranks[*].devices"),
                 }
-                for rank in study.results
+                for rank in measurements.results
             ],
         }
 
@@ -223,18 +226,18 @@ class CommunicationSection(CoreSection):
             Col("mean_ns", "Mean", "time", scale="one"),
             Col("max_ns", "Longest", "time", narrow=False, scale="one"),
             Col("exposed_ns", "Exposed", "time", "time not overlapped by compute"),
-            *rank_column(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
+            *select_rank_column(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
         ]
         if rows:
             # The host's calls of what runs on a device only say how long it took to launch.
-            note = sum_as_text(on_device or rows, "total_ns", "on devices" if on_device else "on the host")
+            note = format_sum(on_device or rows, "total_ns", "on devices" if on_device else "on the host")
             yield Table("collective-table", "Communication", columns, rows, "communication.collectives", note)
 
 
 COMMUNICATION_SECTION = CommunicationSection()
 
 _MAX_GROUPS = 200
-_GROUPS = Part(
+_GROUPS = ListSchema(
     GROUP_SCHEMA,
     "process groups; longest first, unused ones last",
     {
@@ -247,7 +250,7 @@ _GROUPS = Part(
         "exposed_ns": "nothing was called, or only on the host",
     },
     ("group", "description", "group_size"),
-    NO_CALLS,
+    NO_CALLS_REASON,
     ranked=False,
 )
 
@@ -260,41 +263,43 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
     schema = _GROUPS.schema()
     reasons = _GROUPS.reasons("groups")
 
-    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> list[GroupsRow]:
-        declared = pl.concat([part.groups for part in study.results])
-        groups = analyze.groups(calls_of(study.results), declared, study.session.world_size).groups
+    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> list[GroupsRow]:
+        declared = pl.concat([part.groups for part in measurements.results])
+        groups = analyze.groups(
+            merge_rank_calls(measurements.results), declared, measurements.session.world_size
+        ).groups
         if not groups.height:
-            absent.say("groups")
-        return absent.rows(groups.head(_MAX_GROUPS), "groups")
+            unknowns.say("groups")
+        return unknowns.rows(groups.head(_MAX_GROUPS), "groups")
 
     def tables(self, value: list[GroupsRow]) -> Iterator[Table]:
         if not value:
             return
         rows = []
         for row in value:
-            members, who = row["members"], None
+            members, member_label = row["members"], None
             if members and len(members) > 2 and all(after - before == 1 for before, after in pairwise(members)):
-                who = f"{members[0]}–{members[-1]}"
+                member_label = f"{members[0]}–{members[-1]}"
             elif members is not None:
-                who = ", ".join(map(str, members[:6])) + (", …" if len(members) > 6 else "")
-            rows.append({**row, "who": who})
+                member_label = ", ".join(map(str, members[:6])) + (", …" if len(members) > 6 else "")
+            rows.append({**row, "who": member_label})
         evidence = Col("evidence", "Evidence", "name", "how the role is known")
         columns: Columns = ["group", "role", "group_size", Col("who", "Members"), "count", "total_ns",
                    "+exposed_ns", "+bytes", "+recorded_ranks", "+description", evidence]  # fmt: skip
-        yield table("groups", "Process groups", columns, rows, key="groups-groups")
+        yield build_table("groups", "Process groups", columns, rows, key="groups-groups")
 
     def summary(self, value: list[GroupsRow]) -> str | None:
         used = [row for row in value if row["count"]]
         if not used:
             return None
         roles = Counter(row["role"] for row in used)
-        role_counts = ", ".join(f"{units.count(number)} {role}" for role, number in roles.most_common())
-        return f"{units.count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {role_counts}"
+        role_counts = ", ".join(f"{units.format_count(number)} {role}" for role, number in roles.most_common())
+        return f"{units.format_count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {role_counts}"
 
 
 GROUPS_SECTION = GroupsSection()
 
-_MOST = 4096  # cells; of larger jobs those with most bytes
+_MAX_CELLS = 4096  # cells; of larger jobs those with most bytes
 
 
 class RankMatrixSection(RanksSection["RankMatrixValue"]):
@@ -304,14 +309,14 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
     note = "Who sends how much to whom, and how even exchanges are."
     what = "communication by sender and receiver"
     parts = {
-        "cells": Part(
+        "cells": ListSchema(
             MATRIX_SCHEMA,
             "bytes and time from rank to rank",
             empty="no communication was recorded of which ranks and bytes are known",
             ranked=False,
         ),
-        "exchanges": Part(
-            EXCHANGE_SCHEMA,
+        "exchanges": ListSchema(
+            ALL_TO_ALL_SCHEMA,
             "all-to-alls of each rank",
             nullable=("group", "rank", "sent_bytes", "received_bytes", "peer_max_over_mean"),
             empty="no all-to-all was recorded",
@@ -320,13 +325,13 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
     }
     others = {"omitted_cell_count": {"type": "integer"}}
 
-    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> RankMatrixValue:
-        calls = calls_of(study.results)
+    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> RankMatrixValue:
+        calls = merge_rank_calls(measurements.results)
         cells = analyze.matrix(calls)
-        largest = cells.sort("bytes", "source", "target", descending=[True, False, False]).head(_MOST)
-        kept = largest.sort("source", "target")
-        lists = self.lists({"cells": kept, "exchanges": analyze.exchanges(calls)}, absent)
-        return {**lists, "omitted_cell_count": cells.height - kept.height}
+        largest = cells.sort("bytes", "source", "target", descending=[True, False, False]).head(_MAX_CELLS)
+        retained = largest.sort("source", "target")
+        lists = self.lists({"cells": retained, "exchanges": analyze.exchanges(calls)}, unknowns)
+        return {**lists, "omitted_cell_count": cells.height - retained.height}
 
     def tables(self, value: RankMatrixValue) -> Iterator[Table]:
         if value["cells"]:
@@ -335,20 +340,20 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
             note = (
                 "The way of a collective through the ranks is not recorded: what a rank sends in it is shared evenly."
             )
-            yield table("rank_matrix.cells", "From rank to rank", columns, rows, note)
+            yield build_table("rank_matrix.cells", "From rank to rank", columns, rows, note)
         if value["exchanges"]:
             columns = ["rank", "+group", "count", "sent_bytes", "received_bytes", "peer_max_over_mean"]
-            yield table("rank_matrix.exchanges", "All-to-alls", columns, value["exchanges"])
+            yield build_table("rank_matrix.exchanges", "All-to-alls", columns, value["exchanges"])
 
     def summary(self, value: RankMatrixValue) -> str | None:
         cells = value["cells"]
         if not cells:
             return None
         top = max(cells, key=lambda row: row["bytes"])
-        exact, whole = sum(row["exact_bytes"] for row in cells), sum(row["bytes"] for row in cells)
+        exact, total_bytes = sum(row["exact_bytes"] for row in cells), sum(row["bytes"] for row in cells)
         return (
-            f"most goes from rank {top['source']} to rank {top['target']} ({units.size(top['bytes'])}); "
-            f"{units.share(exact, whole)} of all bytes is recorded, the rest shared evenly"
+            f"most goes from rank {top['source']} to rank {top['target']} ({units.format_size(top['bytes'])}); "
+            f"{units.format_share(exact, total_bytes)} of all bytes is recorded, the rest shared evenly"
         )
 
     def picture(self, value: RankMatrixValue) -> str:
@@ -357,12 +362,15 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
         if len(ranks) < 3 or value["omitted_cell_count"]:
             return ""
         hover_texts = {
-            (row["source"], row["target"]): f"rank {row['source']} → rank {row['target']}: {units.size(row['bytes'])}, "
-            f"{units.duration(row['duration_ns'])}, {units.count_of(row['count'], 'call')}"
+            (
+                row["source"],
+                row["target"],
+            ): f"rank {row['source']} → rank {row['target']}: {units.format_size(row['bytes'])}, "
+            f"{units.format_duration(row['duration_ns'])}, {units.format_quantity(row['count'], 'call')}"
             for row in cells
         }
         numbers = {(row["source"], row["target"]): float(row["bytes"]) for row in cells}
-        return heat_map(numbers, ranks, ranks, hover_texts, titles=("from rank", "to rank"))
+        return draw_heat_map(numbers, ranks, ranks, hover_texts, titles=("from rank", "to rank"))
 
 
 RANK_MATRIX_SECTION = RankMatrixSection()

@@ -11,23 +11,23 @@ from traceloom import analyze
 from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
 from traceloom.analyze.kernel_efficiency import OP_SCHEMA as KERNEL_EFFICIENCY_OP_SCHEMA
 from traceloom.analyze.kernel_efficiency import SERIES_SCHEMA
-from traceloom.analyze.steps import spread_schema
-from traceloom.report.document import Part, ReportOptions, Table, UnknownValues, yes_or_no
-from traceloom.report.sections.section import Frames, Measurements, Section, table
+from traceloom.analyze.steps import build_spread_schema
+from traceloom.report.document import ListSchema, ReportOptions, Table, UnknownValues, format_yes_no
+from traceloom.report.sections.section import Frames, Measurements, Section, build_table
 from traceloom.system import units
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import CopiesValue, CountersValue
 
 
-_OPS = 50  # of each rank
-_USUAL = schema("device kind", spread_schema("call_count", "copied_bytes", "total_ns"))
-_NONE = "no copies or fills were recorded"
-_NO_BYTES = "the recording does not say how much is copied"
-_NO_RATE = "no such copy has both a size and a duration"
-_NOT_PINNED = {"pageable": "the recording does not say whether the host's memory is pinned", "bytes": _NO_BYTES}
+_MAX_OPS = 50  # of each rank
+_PER_STEP_SCHEMA = build_schema("device kind", build_spread_schema("call_count", "copied_bytes", "total_ns"))
+_NO_COPIES_REASON = "no copies or fills were recorded"
+_NO_BYTES_REASON = "the recording does not say how much is copied"
+_NO_RATE_REASON = "no such copy has both a size and a duration"
+_NOT_PINNED = {"pageable": "the recording does not say whether the host's memory is pinned", "bytes": _NO_BYTES_REASON}
 
 
 class CopiesSection(Section[Frames, "CopiesValue"]):
@@ -37,25 +37,25 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
     note = "How much is copied and filled, in which direction, how fast and for whom."
     what = "copies and fills of GPU memory"
     parts = {
-        "kinds": Part(
+        "kinds": ListSchema(
             KIND_SCHEMA,
             "copies and fills by device, direction and kinds of memory",
             {
                 "source_memory": "a fill has no source, or the recording does not say which memory it is",
                 "target_memory": "the recording does not say which memory it is",
                 **_NOT_PINNED,
-                **dict.fromkeys(("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), _NO_RATE),
+                **dict.fromkeys(("bytes_per_s", "min_bytes_per_s", "max_bytes_per_s"), _NO_RATE_REASON),
             },
             ("device",),
-            _NONE,
+            _NO_COPIES_REASON,
         ),
-        "operators": Part(
-            OP_SCHEMA, "copies and fills by the operator that launched them", _NOT_PINNED, ("op",), _NONE
+        "operators": ListSchema(
+            OP_SCHEMA, "copies and fills by the operator that launched them", _NOT_PINNED, ("op",), _NO_COPIES_REASON
         ),
-        "per_step": Part(
-            _USUAL,
+        "per_step": ListSchema(
+            _PER_STEP_SCHEMA,
             "copies and fills of a usual step, by direction",
-            {f"{how}_copied_bytes": _NO_BYTES for how in ("mean", "min", "max")},
+            {f"{how}_copied_bytes": _NO_BYTES_REASON for how in ("mean", "min", "max")},
             ("device",),
             "the trace holds no whole step with copies",
         ),
@@ -63,11 +63,11 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         copies = analyze.copies(trace)
-        per_step = copies.per_step.pipe(cast_to_schema, _USUAL)
-        return {"kinds": copies.kinds, "operators": copies.ops.head(_OPS), "per_step": per_step}
+        per_step = copies.per_step.pipe(cast_to_schema, _PER_STEP_SCHEMA)
+        return {"kinds": copies.kinds, "operators": copies.ops.head(_MAX_OPS), "per_step": per_step}
 
-    def build(self, study: Measurements[Frames], absent: UnknownValues) -> CopiesValue:
-        return self.lists(study.frames(self.parts), absent)
+    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> CopiesValue:
+        return self.lists(measurements.frames(self.parts), unknowns)
 
     def tables(self, value: CopiesValue) -> Iterator[Table]:
         kinds = value["kinds"]
@@ -75,32 +75,32 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
             return
         columns = ["?rank", "?device", "kind", "+source_memory", "+target_memory", "+pageable", "bytes", "count",
                    "total_ns", "bytes_per_s", "+min_bytes_per_s", "+max_bytes_per_s", "+instant_count"]  # fmt: skip
-        rows = [{**row, "pageable": yes_or_no(row["pageable"])} for row in kinds]
-        yield table("copies.kinds", "Copies by direction", columns, rows)
+        rows = [{**row, "pageable": format_yes_no(row["pageable"])} for row in kinds]
+        yield build_table("copies.kinds", "Copies by direction", columns, rows)
         columns = ["?rank", "kind", "bytes", "count", "total_ns", "op"]
-        yield table("copies.operators", "Copies by operator", columns, value["operators"], among=kinds)
+        yield build_table("copies.operators", "Copies by operator", columns, value["operators"], among=kinds)
         if value["per_step"]:
             columns = ["?rank", "?device", "kind", "mean_call_count", "mean_copied_bytes", "mean_total_ns",
                        "min_total_ns", "max_total_ns"]  # fmt: skip
-            yield table("copies.per_step", "Copies of a usual step", columns, value["per_step"], among=kinds)
+            yield build_table("copies.per_step", "Copies of a usual step", columns, value["per_step"], among=kinds)
 
     def summary(self, value: CopiesValue) -> str | None:
         rows = [row for row in value["kinds"] if row["kind"] != "fill"]
         if not rows:
             return None
         sizes = [size for row in rows if (size := row["bytes"]) is not None]
-        amount = f"{units.size(sum(sizes))} in " if sizes else ""
+        amount = f"{units.format_size(sum(sizes))} in " if sizes else ""
         count = sum(row["count"] for row in rows)
         pageable = sum(row["count"] for row in rows if row["pageable"])
-        held = f", {units.count(pageable)} of them from or to pageable memory" if pageable else ""
-        time = units.duration(sum(row["total_ns"] for row in rows))
-        return f"{amount}{units.count(count)} {'copy' if count == 1 else 'copies'} took {time}{held}"
+        pageable_note = f", {units.format_count(pageable)} of them from or to pageable memory" if pageable else ""
+        time = units.format_duration(sum(row["total_ns"] for row in rows))
+        return f"{amount}{units.format_count(count)} {'copy' if count == 1 else 'copies'} took {time}{pageable_note}"
 
 
 SECTION = CopiesSection()
 
-_MOST = 200  # series, and operators, of each rank
-_RANGES = schema("range_count launch_count unpaired absent")
+_MAX_ROWS = 200  # series, and operators, of each rank
+_RANGES = build_schema("range_count launch_count unpaired absent")
 
 
 class CountersSection(Section[Frames, "CountersValue"]):
@@ -110,19 +110,19 @@ class CountersSection(Section[Frames, "CountersValue"]):
     note = "Hardware counters in the recording: over time, and of single kernels with their operators."
     what = "hardware counters that the recording holds"
     parts = {
-        "series": Part(
+        "series": ListSchema(
             SERIES_SCHEMA,
             "counters sampled over time",
             {"source": "the file does not say whose counter it is"},
             empty="no counters over time were recorded",
         ),
-        "operators": Part(
+        "operators": ListSchema(
             KERNEL_EFFICIENCY_OP_SCHEMA,
             "counters of single kernels, added up by operator",
             nullable=("op",),
             empty="no counters of kernels were recorded, or they cannot be joined to launches",
         ),
-        "ranges": Part(
+        "ranges": ListSchema(
             _RANGES,
             "how many kernels have counters, and whether they have launches",
             {
@@ -137,21 +137,21 @@ class CountersSection(Section[Frames, "CountersValue"]):
         counters = analyze.counters(trace)
         row = (counters.range_count, counters.launch_count, counters.unpaired, counters.absent)
         return {
-            "series": counters.series.head(_MOST),
-            "operators": counters.operators.head(_MOST),
+            "series": counters.series.head(_MAX_ROWS),
+            "operators": counters.operators.head(_MAX_ROWS),
             "ranges": pl.DataFrame([row] if counters.range_count else [], schema=_RANGES, orient="row"),
         }
 
-    def build(self, study: Measurements[Frames], absent: UnknownValues) -> CountersValue:
-        return self.lists(study.frames(self.parts), absent)
+    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> CountersValue:
+        return self.lists(measurements.frames(self.parts), unknowns)
 
     def tables(self, value: CountersValue) -> Iterator[Table]:
         if value["series"]:
             columns = ["?rank", "+source", "samples", "min", "mean", "max", "counter"]
-            yield table("counters.series", "Counters over time", columns, value["series"])
+            yield build_table("counters.series", "Counters over time", columns, value["series"])
         if value["operators"]:
             columns = ["?rank", "op", "ranges", "value", "counter"]
-            yield table(
+            yield build_table(
                 "counters.operators",
                 "Counters of kernels, by operator",
                 columns,
@@ -162,10 +162,10 @@ class CountersSection(Section[Frames, "CountersValue"]):
     def summary(self, value: CountersValue) -> str | None:
         clauses = []
         if value["series"]:
-            clauses.append(f"{units.count(len(value['series']))} recorded over time")
+            clauses.append(f"{units.format_count(len(value['series']))} recorded over time")
         ranges = sum(row["range_count"] for row in value["ranges"])
         if ranges:
-            clauses.append(f"counters of {units.count_of(ranges, 'kernel')}")
+            clauses.append(f"counters of {units.format_quantity(ranges, 'kernel')}")
         if any(row["unpaired"] for row in value["ranges"]):
             clauses.append("not as many as launches, so that their operators are unknown")
         return ", ".join(clauses) or None

@@ -9,28 +9,35 @@ from typing import TYPE_CHECKING, Literal
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.idle import CAUSES, SCHEMA, longest_gaps_of
-from traceloom.report.document import Bar, Cells, Col, Part, ReportOptions, Table, UnknownValues
+from traceloom.analyze.idle import CAUSES, PARTS_SCHEMA, find_longest_gaps
+from traceloom.report.document import Bar, Cells, Col, ListSchema, ReportOptions, Table, UnknownValues
 from traceloom.report.labels import (
     ACTIVITIES,
     AT_EDGES,
     AT_EDGES_MEANING,
-    DEVICE,
+    DEVICE_TIMES,
     PHASES,
     IdleCause,
     TimeKind,
-    gpu_accounts,
-    gpu_window,
-    host_window,
-    idle_causes,
-    main_account,
-    named,
-    rank_name,
-    short,
+    build_time_parts,
+    describe_gpu_window,
+    describe_host_window,
+    fit_name,
+    format_rank_name,
+    get_main_thread_account,
+    list_gpu_accounts,
+    list_idle_causes,
 )
-from traceloom.report.sections.section import Columns, CoreSection, Measurements, Section, of_rank_suffix, table
+from traceloom.report.sections.section import (
+    Columns,
+    CoreSection,
+    Measurements,
+    Section,
+    build_table,
+    format_rank_suffix,
+)
 from traceloom.system import units
-from traceloom.trace.batch import of_each
+from traceloom.trace.batch import run_in_batches
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -62,64 +69,64 @@ class BreakdownSection(CoreSection):
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The GPUs of every rank; the main threads, first by phase, then by activity."""
-        names = {id(rank): rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
-        models = {device["name"] for _, account in gpu_accounts(document) for device in account["devices"]}
+        names = {id(rank): format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
+        models = {device["name"] for _, account in list_gpu_accounts(document) for device in account["devices"]}
         rows = [
             {
                 "rank": names[id(rank)],
                 "device": str(device["device"])
                 + (f" · {device['name']}" if len(models) > 1 and device["name"] else ""),
-                "bar": Bar(named(DEVICE, device), device["window_ns"]),
-                **shares(DEVICE, device, device["window_ns"]),
+                "bar": Bar(build_time_parts(DEVICE_TIMES, device), device["window_ns"]),
+                **compute_shares(DEVICE_TIMES, device, device["window_ns"]),
                 "window": device["window_ns"],
             }
-            for rank, account in gpu_accounts(document)
+            for rank, account in list_gpu_accounts(document)
             for device in account["devices"]
         ]
         if rows:
-            devices = [device for _, account in gpu_accounts(document) for device in account["devices"]]
+            devices = [device for _, account in list_gpu_accounts(document) for device in account["devices"]]
             hidden = sum(d["communication_ns"] - d["exposed_communication_ns"] for d in devices)
             notes = [str(model) for model in models if model and len(models) == 1]
             if hidden > 0:
-                whole = sum(d["communication_ns"] for d in devices)
-                notes.append(f"{units.share(hidden, whole)} of communication overlapped by compute")
+                total_ns = sum(d["communication_ns"] for d in devices)
+                notes.append(f"{units.format_share(hidden, total_ns)} of communication overlapped by compute")
             yield Table(
                 "breakdown",
                 "GPU time",
                 [
                     Col("rank", "Rank"),
                     Col("device", "GPU", narrow=len({row["device"] for row in rows}) > 1),
-                    Col("window", "Window", "time", gpu_window(document)),
-                    *share_columns(DEVICE),
+                    Col("window", "Window", "time", describe_gpu_window(document)),
+                    *build_share_columns(DEVICE_TIMES),
                     Col("bar", "Time on the GPU", "bar"),
                 ],
                 rows,
-                note="; ".join([*notes, gpu_window(document)]),
+                note="; ".join([*notes, describe_gpu_window(document)]),
             )
-        accounts = [(names[id(rank)], main_account(rank)) for rank in document["ranks"]]
+        accounts = [(names[id(rank)], get_main_thread_account(rank)) for rank in document["ranks"]]
         accounts = [(name, account) for name, account in accounts if sum(row["ns"] for row in account)]
         phased = any(row["phase"] != "other" and row["ns"] for _, account in accounts for row in account)
         if phased:
-            yield _main_threads(document, accounts, PHASES, "phase")
+            yield _build_main_thread_table(document, accounts, PHASES, "phase")
         if accounts and not (phased and rows):
-            yield _main_threads(document, accounts, ACTIVITIES, "activity")
+            yield _build_main_thread_table(document, accounts, ACTIVITIES, "activity")
 
     def definition(self, document: ReportDocument) -> str:
         """How the times are counted."""
-        return _DEFINITIONS["device"] + _DEFINITIONS["host"] if gpu_accounts(document) else _DEFINITIONS["host"]
+        return _DEFINITIONS["device"] + _DEFINITIONS["host"] if list_gpu_accounts(document) else _DEFINITIONS["host"]
 
 
-def shares(parts: tuple[TimeKind, ...], times: Cells, whole: int) -> dict[str, float | None]:
+def compute_shares(parts: tuple[TimeKind, ...], times: Cells, total_ns: int) -> dict[str, float | None]:
     """The parts as fractions of a window, by colour group; null where it has no length."""
-    return {part.group: (times.get(part.key) or 0) / whole if whole else None for part in parts}
+    return {part.group: (times.get(part.key) or 0) / total_ns if total_ns else None for part in parts}
 
 
-def share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[Col]:
+def build_share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[Col]:
     """The columns of these shares."""
     return [Col(part.group, part.title, "share", part.hint, narrow, part.group) for part in parts]
 
 
-def _main_threads(
+def _build_main_thread_table(
     document: ReportDocument,
     accounts: list[tuple[str, list[AccountRow]]],
     parts: tuple[TimeKind, ...],
@@ -131,9 +138,14 @@ def _main_threads(
         times: Counter[str] = Counter()
         for row in account:
             times[row[key]] += row["ns"]
-        whole = sum(times.values())
+        total_ns = sum(times.values())
         rows.append(
-            {"rank": name, "bar": Bar(named(parts, times), whole), **shares(parts, times, whole), "window": whole}
+            {
+                "rank": name,
+                "bar": Bar(build_time_parts(parts, times), total_ns),
+                **compute_shares(parts, times, total_ns),
+                "window": total_ns,
+            }
         )
     used = tuple(part for part in parts if any(row[part.group] for row in rows))
     return Table(
@@ -141,19 +153,19 @@ def _main_threads(
         f"Main thread by {key}",
         [
             Col("rank", "Rank"),
-            Col("window", "Window", "time", host_window(document)),
-            *share_columns(used),
+            Col("window", "Window", "time", describe_host_window(document)),
+            *build_share_columns(used),
             Col("bar", "Time of the main thread", "bar"),
         ],
         rows,
-        note=host_window(document),
+        note=describe_host_window(document),
     )
 
 
 SECTION = BreakdownSection()
 
 _MEANINGS = {**CAUSES, AT_EDGES: AT_EDGES_MEANING}
-_UNKNOWN = {"gaps": "the edges of the recording are no gaps"}
+_UNKNOWN_REASONS = {"gaps": "the edges of the recording are no gaps"}
 
 
 class IdleSection(CoreSection):
@@ -167,39 +179,42 @@ class IdleSection(CoreSection):
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The causes over all devices, and of several ranks those of each."""
-        names = {id(rank): (rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])}
-        ranks = [(*names[id(rank)], account) for rank, account in gpu_accounts(document)]
+        names = {id(rank): (format_rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])}
+        ranks = [(*names[id(rank)], account) for rank, account in list_gpu_accounts(document)]
         device_count = sum(len(account["devices"]) for _, _, account in ranks)
         idle_ns: Counter[str] = Counter()
         gap_counts: Counter[str] = Counter()
         for _, _, account in ranks:
-            for cause in idle_causes(account):
+            for cause in list_idle_causes(account):
                 idle_ns[cause.cause] += cause.idle_ns
                 if cause.gap_count is not None:
                     gap_counts[cause.cause] += cause.gap_count
-        whole = sum(idle_ns.values())
+        total_ns = sum(idle_ns.values())
         causes = [IdleCause(None, cause, time, gap_counts.get(cause)) for cause, time in idle_ns.most_common()]
-        if not whole:
+        if not total_ns:
             return
         window = sum(device["window_ns"] for _, _, account in ranks for device in account["devices"])
         yield Table(
             "idle-causes",
             "Why the GPU was idle",
-            _columns(several_devices=False),
-            [_row(cause, window, whole) for cause in causes],
-            note=f"{units.duration(whole)} {gpu_window(document)}",
-            unknown=_UNKNOWN,
+            _build_cause_columns(several_devices=False),
+            [_build_cause_row(cause, window, total_ns) for cause in causes],
+            note=f"{units.format_duration(total_ns)} {describe_gpu_window(document)}",
+            unknown=_UNKNOWN_REASONS,
         )
         for name, position, account in ranks if device_count > 1 else ():
             windows: dict[int | None, int] = {device["device"]: device["window_ns"] for device in account["devices"]}
             idle: dict[int | None, int] = {device["device"]: device["idle_ns"] for device in account["devices"]}
-            rows = [_row(cause, windows[cause.device], idle[cause.device]) for cause in idle_causes(account)]
-            columns = _columns(several_devices=len(windows) > 1)
+            rows = [
+                _build_cause_row(cause, windows[cause.device], idle[cause.device])
+                for cause in list_idle_causes(account)
+            ]
+            columns = _build_cause_columns(several_devices=len(windows) > 1)
             title = f"Causes of idle time of {name}"
-            yield Table(f"idle-{position}", title, columns, rows, "", "", _UNKNOWN, position, brief=False)
+            yield Table(f"idle-{position}", title, columns, rows, "", "", _UNKNOWN_REASONS, position, brief=False)
 
 
-def _row(cause: IdleCause, window: int, idle: int) -> Cells:
+def _build_cause_row(cause: IdleCause, window: int, idle: int) -> Cells:
     return {
         "device": cause.device,
         "cause": cause.cause.replace("_", " ").replace("-", " "),
@@ -211,7 +226,7 @@ def _row(cause: IdleCause, window: int, idle: int) -> Cells:
     }
 
 
-def _columns(*, several_devices: bool) -> list[Col]:
+def _build_cause_columns(*, several_devices: bool) -> list[Col]:
     return [
         *((Col("device", "GPU", "count"),) if several_devices else ()),
         Col("cause", "Cause"),
@@ -225,20 +240,20 @@ def _columns(*, several_devices: bool) -> list[Col]:
 
 IDLE_SECTION = IdleSection()
 
-_EACH = 50  # gaps of a rank
-_ALL = 1000  # gaps of all ranks
-_FRAMES = 8  # innermost frames of a stack that are kept
-_NAME = 48
-_NO_LAUNCH = "the launch happened before the recording, or was lost"
-_NOT_HOST = "the cause is not the host's, or nothing is recorded of what it did"
-_GAPS = Part(
-    SCHEMA,
+_MAX_RANK_GAPS = 50  # gaps of a rank
+_MAX_GAPS = 1000  # gaps of all ranks
+_MAX_FRAMES = 8  # innermost frames of a stack that are kept
+_MAX_NAME_WIDTH = 48
+_NO_LAUNCH_REASON = "the launch happened before the recording, or was lost"
+_NOT_HOST_REASON = "the cause is not the host's, or nothing is recorded of what it did"
+_GAPS_SCHEMA = ListSchema(
+    PARTS_SCHEMA,
     "the longest gaps of the devices; rows of `trace.events` with names",
     {
         "evidence": "the launch is not recorded, so there is nothing to go by",
-        "launch": _NO_LAUNCH,
-        "launch_name": _NO_LAUNCH,
-        **dict.fromkeys(("host_event", "host_activity", "stack"), _NOT_HOST),
+        "launch": _NO_LAUNCH_REASON,
+        "launch_name": _NO_LAUNCH_REASON,
+        **dict.fromkeys(("host_event", "host_activity", "stack"), _NOT_HOST_REASON),
         **dict.fromkeys(("producer", "producer_name", "wait", "wait_name"), "only a dependency has one"),
     },
     ("device", "step"),
@@ -246,7 +261,7 @@ _GAPS = Part(
 )
 
 
-def _because(row: IdleGapsRow) -> str | None:
+def _explain_gap(row: IdleGapsRow) -> str | None:
     """What explains a gap, in words."""
     call = row["launch_name"] if row["cause"] in ("launch_latency", "unexplained") else None
     stack = " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]]) if row["host_activity"] else None
@@ -258,43 +273,47 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
 
     key, title = "idle_gaps", "Longest gaps"
     note = "The longest stretches in which a device had nothing to do, each with its cause and what stands for it."
-    schema = _GAPS.schema()
-    reasons = _GAPS.reasons("idle_gaps")
+    schema = _GAPS_SCHEMA.schema()
+    reasons = _GAPS_SCHEMA.reasons("idle_gaps")
 
     def measure(self, trace: Trace, options: ReportOptions) -> pl.DataFrame:
-        return _longest(trace).with_columns(pl.col("stack").list.tail(_FRAMES))
+        return _find_longest_gaps(trace).with_columns(pl.col("stack").list.tail(_MAX_FRAMES))
 
-    def build(self, study: Measurements[pl.DataFrame], absent: UnknownValues) -> list[IdleGapsRow]:
-        gaps = study.concat(lambda gaps: gaps).sort("duration_ns", descending=True, maintain_order=True).head(_ALL)
+    def build(self, measurements: Measurements[pl.DataFrame], unknowns: UnknownValues) -> list[IdleGapsRow]:
+        gaps = (
+            measurements.concat(lambda gaps: gaps)
+            .sort("duration_ns", descending=True, maintain_order=True)
+            .head(_MAX_GAPS)
+        )
         if not gaps.height:
-            absent.say("idle_gaps")
-        return absent.rows(gaps, "idle_gaps")
+            unknowns.say("idle_gaps")
+        return unknowns.rows(gaps, "idle_gaps")
 
     def tables(self, value: list[IdleGapsRow]) -> Iterator[Table]:
         if not value:
             return
-        rows = [{**row, "cause": row["cause"].replace("_", " "), "because": _because(row)} for row in value]
+        rows = [{**row, "cause": row["cause"].replace("_", " "), "because": _explain_gap(row)} for row in value]
         because = Col("because", "Because", "name",
                       "the host's event and what it stood in, or the awaited work")  # fmt: skip
         columns: Columns = ["?rank", "duration_ns", "start_ns", "cause", "+cause_ns", "+evidence", "+step", because]
-        yield table("idle_gaps", "Longest gaps", columns, rows, key="idle-gaps-longest")
+        yield build_table("idle_gaps", "Longest gaps", columns, rows, key="idle-gaps-longest")
         columns = ["?rank", "duration_ns", "start_ns", "cause", "before_name", "after_name"]
-        yield table("idle_gaps", "Work around them", columns, rows, key="idle-gaps-work")
+        yield build_table("idle_gaps", "Work around them", columns, rows, key="idle-gaps-work")
 
     def summary(self, value: list[IdleGapsRow]) -> str | None:
         if not value:
             return None
         top = value[0]
-        reason = top["host_activity"] or _because(top)
-        where = f": {short(reason, _NAME)}" if reason else ""
-        length = f"{units.duration(top['duration_ns'])}{of_rank_suffix(top, value)}"
+        reason = top["host_activity"] or _explain_gap(top)
+        reason_note = f": {fit_name(reason, _MAX_NAME_WIDTH)}" if reason else ""
+        length = f"{units.format_duration(top['duration_ns'])}{format_rank_suffix(top, value)}"
         mostly = "" if top["cause_ns"] == top["duration_ns"] else "mostly "
-        return f"the longest gap is {length}, {mostly}{top['cause'].replace('_', ' ')}{where}"
+        return f"the longest gap is {length}, {mostly}{top['cause'].replace('_', ' ')}{reason_note}"
 
 
-@of_each
-def _longest(traces: Sequence[Trace]) -> Iterable[pl.DataFrame]:
-    return longest_gaps_of(traces, map(analyze.idle, traces), _EACH)
+@run_in_batches
+def _find_longest_gaps(traces: Sequence[Trace]) -> Iterable[pl.DataFrame]:
+    return find_longest_gaps(traces, map(analyze.idle, traces), _MAX_RANK_GAPS)
 
 
 IDLE_GAPS_SECTION = IdleGapsSection()

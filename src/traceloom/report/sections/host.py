@@ -12,8 +12,8 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.blocking_calls import KINDS, SITES
 from traceloom.analyze.host_time import CONCURRENCY, CURVE, ROLES, THREAD_SCHEMA
-from traceloom.report.document import Bar, Cells, Col, Part, ReportOptions, Table, UnknownValues, yes_or_no
-from traceloom.report.labels import ACTIVITIES, named, rank_name, short
+from traceloom.report.document import Bar, Cells, Col, ListSchema, ReportOptions, Table, UnknownValues, format_yes_no
+from traceloom.report.labels import ACTIVITIES, build_time_parts, fit_name, format_rank_name
 from traceloom.report.sections.section import (
     Columns,
     CoreSection,
@@ -21,11 +21,11 @@ from traceloom.report.sections.section import (
     Measurements,
     RankMeasurements,
     Section,
-    table,
+    build_table,
 )
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
-from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class HostSection(CoreSection):
                         "name": f"{name} (main)" if thread["main"] and "main" not in name else name,
                         **activities,
                         "events": thread["event_count"],
-                        "bar": Bar(named(ACTIVITIES, activities), thread["window_ns"]),
+                        "bar": Bar(build_time_parts(ACTIVITIES, activities), thread["window_ns"]),
                     }
                 )
             columns = [
@@ -68,15 +68,15 @@ class HostSection(CoreSection):
                 Col("bar", "By activity", "bar"),
             ]
             if rows:
-                title = f"Host threads of {rank_name(rank, position)}"
+                title = f"Host threads of {format_rank_name(rank, position)}"
                 yield Table(f"host-{position}", title, columns, rows, position=position, brief=False)
 
 
 HOST_SECTION = HostSection()
 
-MOST_CURVES = 8  # ranks whose curve is kept
+MAX_CURVES = 8  # ranks whose curve is kept
 _WIDTH, _HEIGHT = 720, 72
-_SUMS = pl.Schema({name: kind for name, kind in CONCURRENCY.items() if name != "step"})
+_SUM_SCHEMA = pl.Schema({name: kind for name, kind in CONCURRENCY.items() if name != "step"})
 
 
 class ThreadsSection(Section[Frames, "ThreadsValue"]):
@@ -87,26 +87,29 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
     what = "host threads by what they do"
     missing = "no host events were recorded"
     parts = {
-        "threads": Part(THREAD_SCHEMA, "one row per host thread", nullable=("says", "role")),
-        "concurrency": Part(_SUMS, "how long exactly so many threads were active at once"),
-        "curve": Part(CURVE, "mean number of active threads in equal parts of the window"),
+        "threads": ListSchema(THREAD_SCHEMA, "one row per host thread", nullable=("says", "role")),
+        "concurrency": ListSchema(_SUM_SCHEMA, "how long exactly so many threads were active at once"),
+        "curve": ListSchema(CURVE, "mean number of active threads in equal parts of the window"),
     }
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         threads = analyze.threads(trace)
-        by_number = (
-            threads.concurrency.group_by("threads").agg(pl.col("ns").sum()).sort("threads").pipe(cast_to_schema, _SUMS)
+        concurrency = (
+            threads.concurrency.group_by("threads")
+            .agg(pl.col("ns").sum())
+            .sort("threads")
+            .pipe(cast_to_schema, _SUM_SCHEMA)
         )
-        return {"threads": threads.threads, "concurrency": by_number, "curve": threads.curve}
+        return {"threads": threads.threads, "concurrency": concurrency, "curve": threads.curve}
 
-    def build(self, study: Measurements[Frames], absent: UnknownValues) -> ThreadsValue | None:
-        frames = study.frames(self.parts)
+    def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> ThreadsValue | None:
+        frames = measurements.frames(self.parts)
         if not frames["threads"].height:
-            absent.say("threads")
+            unknowns.say("threads")
             return None
-        kept = [trace.rank for trace in study.part.traces][:MOST_CURVES]
-        frames["curve"] = frames["curve"].filter(pl.col("rank").is_in(kept, nulls_equal=True))
-        return self.lists(frames, absent)
+        curve_ranks = [trace.rank for trace in measurements.part.traces][:MAX_CURVES]
+        frames["curve"] = frames["curve"].filter(pl.col("rank").is_in(curve_ranks, nulls_equal=True))
+        return self.lists(frames, unknowns)
 
     def tables(self, value: ThreadsValue) -> Iterator[Table]:
         rows = []
@@ -116,13 +119,13 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
             rows.append({**row, "role": f"{role}: {row['says']}" if row["role"] == "python" and row["says"] else role})
         columns = ["?rank", "name", "active_ns", "blocking_call_ns", "+op_ns", "+launch_ns", "+python_ns",
                    "+unobserved_ns", "+event_count", "role"]  # fmt: skip
-        yield table("threads.threads", "Threads", columns, rows)
+        yield build_table("threads.threads", "Threads", columns, rows)
         totals: Counter[int | None] = Counter()
         for at_once in value["concurrency"]:
             totals[at_once["rank"]] += at_once["ns"]
         shares = [{**row, "share": row["ns"] / max(totals[row["rank"]], 1)} for row in value["concurrency"]]
         share = Col("share", "Share", "share", "of the window")
-        yield table(
+        yield build_table(
             "threads.concurrency", "Threads active at once", ["?rank", "threads", "ns", share], shares, among=rows
         )
 
@@ -135,8 +138,8 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         none = sum(row["ns"] for row in rows if row["threads"] == 0)
         count = len(value["threads"])
         return (
-            f"{count} {'thread' if count == 1 else 'threads'}; none is active {units.share(none, window)} of the time, "
-            f"several at once {units.share(several, window)}"
+            f"{count} {'thread' if count == 1 else 'threads'}; none is active {units.format_share(none, window)} of the time, "
+            f"several at once {units.format_share(several, window)}"
         )
 
     def picture(self, value: ThreadsValue) -> str:
@@ -146,14 +149,14 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
             return ""
         rank = curve[0]["rank"]
         active = [row["active"] for row in curve if row["rank"] == rank]
-        most = max(*active, 1.0)
+        max_active = max(*active, 1.0)
         step = _WIDTH / len(active)
         points = "".join(
-            f"L{at * step:.1f} {_HEIGHT - value / most * _HEIGHT:.1f}H{(at + 1) * step:.1f}"
-            for at, value in enumerate(active)
+            f"L{index * step:.1f} {_HEIGHT - value / max_active * _HEIGHT:.1f}H{(index + 1) * step:.1f}"
+            for index, value in enumerate(active)
         )
-        of = "" if rank is None or all(row["rank"] == rank for row in value["threads"]) else f" of rank {rank}"
-        label = escape(sanitize(f"Active threads{of} over time, at most {most:.2f}"))
+        rank_suffix = "" if rank is None or all(row["rank"] == rank for row in value["threads"]) else f" of rank {rank}"
+        label = escape(sanitize(f"Active threads{rank_suffix} over time, at most {max_active:.2f}"))
         return (
             f'<figure class="spark"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" height="{_HEIGHT}" '
             f'preserveAspectRatio="none" role="img" aria-label="{label}"><path d="M0 {_HEIGHT}{points}V{_HEIGHT}Z" '
@@ -163,11 +166,11 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
 
 THREADS_SECTION = ThreadsSection()
 
-MOST_SITES = 100  # of one rank
-MOST_ROWS = 800  # of all ranks together, but
-LEAST_SITES = 10  # of each
-_NAME = 60
-_WORDS = {
+MAX_RANK_SITES = 100  # of one rank
+MAX_ROWS = 800  # of all ranks together, but
+MIN_RANK_SITES = 10  # of each
+_MAX_NAME_WIDTH = 60
+_KIND_LABELS = {
     "item": "reads of a value (.item())",
     "data_dependent_shape": "results whose size is needed (nonzero, masks)",
     "copy_to_host": "copies to the host",
@@ -181,9 +184,9 @@ _WORDS = {
     "python": "waits in Python",
     "other": "other calls",
 }
-_BY_KIND = schema("kind count blocked_ns idle_after_ns", {"kind": SITES["kind"]})
-_SPREAD = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
-_NO_FRAME = "no Python frame of the program is recorded around the call"
+_BY_KIND = build_schema("kind count blocked_ns idle_after_ns", {"kind": SITES["kind"]})
+_SPREAD_COLUMNS = ("mean_blocked_ns", "min_blocked_ns", "max_blocked_ns", "step_count")
+_NO_FRAME_REASON = "no Python frame of the program is recorded around the call"
 
 
 class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
@@ -194,15 +197,15 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
     what = "calls in which the host waits"
     missing = "no call that waits was recorded"
     parts = {
-        "by_kind": Part(_BY_KIND, f"sums by kind: {', '.join(KINDS)}", nullable=("idle_after_ns",)),
-        "sites": Part(
+        "by_kind": ListSchema(_BY_KIND, f"sums by kind: {', '.join(KINDS)}", nullable=("idle_after_ns",)),
+        "sites": ListSchema(
             SITES,
             "by place, those in Python last, the longest first; at most 100 of a rank, fewer of many",
             {
                 "op": "no operator is recorded around the call",
-                "frame": _NO_FRAME,
-                "stack": _NO_FRAME,
-                **dict.fromkeys(_SPREAD, "the trace holds no whole step, or the call is in none"),
+                "frame": _NO_FRAME_REASON,
+                "stack": _NO_FRAME_REASON,
+                **dict.fromkeys(_SPREAD_COLUMNS, "the trace holds no whole step, or the call is in none"),
             },
             ("gpu_busy_ns", "gpu_idle_ns", "idle_after_ns"),
         ),
@@ -212,25 +215,30 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
     def measure(self, trace: Trace, options: ReportOptions) -> tuple[Frames, int]:
         calls = analyze.blocking_calls(trace)
         idle = pl.col("idle_after_ns")
-        by_kind = (
+        kind_totals = (
             calls.sites.group_by("kind")
             .agg(pl.col("count", "blocked_ns").sum(), pl.when(idle.is_not_null().any()).then(idle.sum()))
             .sort("blocked_ns", "kind", descending=[True, False])
             .pipe(cast_to_schema, _BY_KIND)
         )
-        return {"by_kind": by_kind, "sites": calls.sites.head(MOST_SITES)}, calls.blocked_ns
+        return {"by_kind": kind_totals, "sites": calls.sites.head(MAX_RANK_SITES)}, calls.blocked_ns
 
-    def build(self, study: Measurements[tuple[Frames, int]], absent: UnknownValues) -> BlockingCallsValue | None:
-        most = max(MOST_ROWS // len(study.results), LEAST_SITES)
-        sites = study.concat(lambda of: of[0]["sites"].head(most))
+    def build(
+        self, measurements: Measurements[tuple[Frames, int]], unknowns: UnknownValues
+    ) -> BlockingCallsValue | None:
+        max_sites = max(MAX_ROWS // len(measurements.results), MIN_RANK_SITES)
+        sites = measurements.concat(lambda of: of[0]["sites"].head(max_sites))
         if not sites.height:
-            absent.say("blocking_calls")
+            unknowns.say("blocking_calls")
             return None
-        lists = self.lists({"by_kind": study.concat(lambda of: of[0]["by_kind"]), "sites": sites}, absent)
-        return {"blocked_ns": sum(blocked_ns for _, blocked_ns in study.results), **lists}
+        lists = self.lists({"by_kind": measurements.concat(lambda of: of[0]["by_kind"]), "sites": sites}, unknowns)
+        return {"blocked_ns": sum(blocked_ns for _, blocked_ns in measurements.results), **lists}
 
     def tables(self, value: BlockingCallsValue) -> Iterator[Table]:
-        rows = [{**row, "what": _WORDS.get(row["kind"], row["kind"]), "where": where(row)} for row in value["sites"]]
+        rows = [
+            {**row, "what": _KIND_LABELS.get(row["kind"], row["kind"]), "where": describe_call_site(row)}
+            for row in value["sites"]
+        ]
         on_gpu = any(row["gpu_busy_ns"] is not None for row in rows)
         stepped = any(row["mean_blocked_ns"] is not None for row in rows)
         columns: Columns = [
@@ -243,24 +251,24 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
             Col("what", "Kind"),
             Col("where", "Where", "name", "the line that asks, the operators around the call, the call"),
         ]
-        yield table("blocking_calls.sites", "Blocking calls", columns, rows)
+        yield build_table("blocking_calls.sites", "Blocking calls", columns, rows)
 
     def summary(self, value: BlockingCallsValue) -> str | None:
         kinds = [row for row in value["by_kind"] if row["kind"] != "python"] or value["by_kind"]
-        whole = sum(row["blocked_ns"] for row in kinds)
-        by_site: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
+        total_ns = sum(row["blocked_ns"] for row in kinds)
+        site_ns: dict[tuple[str, str], int] = defaultdict(int)  # over all ranks
         for row in value["sites"]:
             if any(row["kind"] == kind["kind"] for kind in kinds):
-                by_site[row["kind"], where(row)] += row["blocked_ns"]
-        kind, site = max(by_site, key=lambda key: by_site[key])
-        share = units.share(by_site[kind, site], max(whole, 1))
+                site_ns[row["kind"], describe_call_site(row)] += row["blocked_ns"]
+        kind, site = max(site_ns, key=lambda key: site_ns[key])
+        share = units.format_share(site_ns[kind, site], max(total_ns, 1))
         return (
-            f"{units.duration(whole)} of host time in calls that wait; "
-            f"{share} of it for {_WORDS.get(kind, kind)} at {short(site, _NAME)}"
+            f"{units.format_duration(total_ns)} of host time in calls that wait; "
+            f"{share} of it for {_KIND_LABELS.get(kind, kind)} at {fit_name(site, _MAX_NAME_WIDTH)}"
         )
 
 
-def where(row: BlockingCallsSitesRow) -> str:
+def describe_call_site(row: BlockingCallsSitesRow) -> str:
     """The line (its file without folders), the outermost operator, the call: `train.py(12): step: aten::item, ...`."""
     operator = str(row["op"]).split(" > ", 1)[0] if row["op"] else None
     call = str(row["call"]).removeprefix("<built-in ").removesuffix(">")
@@ -270,7 +278,10 @@ def where(row: BlockingCallsSitesRow) -> str:
 
 SECTION = BlockingCallsSection()
 
-_MAKERS = {"main_thread": "the main thread makes the batches itself", "workers": "workers make the batches"}
+_BATCH_MAKER_CLAUSES = {
+    "main_thread": "the main thread makes the batches itself",
+    "workers": "workers make the batches",
+}
 _LOADING_PARTS = {
     "fetch": "fetching from the data set",
     "collate": "collating",
@@ -287,19 +298,24 @@ class DataLoadingSection(CoreSection):
     anchor = "loading"
     note = "Waits for the next batch."
 
-    def build(self, study: Measurements[RankMeasurements], absent: UnknownValues) -> DataLoadingValue | None:
+    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> DataLoadingValue | None:
         """Waits for the data loader; null where no rank has a loader."""
-        with_loader = [rank.data_loading.waits.height > 0 for rank in study.results]
-        if not any(with_loader):
-            absent.say("data_loading")
+        has_loader = [rank.data_loading.waits.height > 0 for rank in measurements.results]
+        if not any(has_loader):
+            unknowns.say("data_loading")
             return None
         return {
-            "total_ns": sum(rank.data_loading.total_ns or 0 for rank in study.results),
-            "waits": absent.rows(
-                study.concat(lambda rank: rank.data_loading.waits.drop("event"), with_loader), "data_loading.waits"
+            "total_ns": sum(rank.data_loading.total_ns or 0 for rank in measurements.results),
+            "waits": unknowns.rows(
+                measurements.concat(lambda rank: rank.data_loading.waits.drop("event"), has_loader),
+                "data_loading.waits",
             ),
-            "steps": absent.rows(study.concat(lambda rank: rank.data_loading.steps, with_loader), "data_loading.steps"),
-            "spent": absent.rows(study.concat(lambda rank: rank.data_loading.spent, with_loader), "data_loading.spent"),
+            "steps": unknowns.rows(
+                measurements.concat(lambda rank: rank.data_loading.steps, has_loader), "data_loading.steps"
+            ),
+            "spent": unknowns.rows(
+                measurements.concat(lambda rank: rank.data_loading.spent, has_loader), "data_loading.spent"
+            ),
         }
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
@@ -307,7 +323,7 @@ class DataLoadingSection(CoreSection):
         loading = document.get("data_loading")
         if not loading or not loading["steps"]:
             return
-        names = {rank["rank"]: rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
+        names = {rank["rank"]: format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
         columns = [
             *((Col("rank", "Rank"),) if len(names) > 1 else ()),
             Col("step", "Step", "count"),
@@ -319,7 +335,7 @@ class DataLoadingSection(CoreSection):
             ),
         ]
         rows = [
-            {**row, "rank": names.get(row["rank"], "–"), "holds": yes_or_no(row.get("bottleneck"))}
+            {**row, "rank": names.get(row["rank"], "–"), "holds": format_yes_no(row.get("bottleneck"))}
             for row in loading["steps"]
         ]
         yield Table("loading-table", "Loader waits by step", columns, rows, "data_loading.steps", brief=False)
@@ -335,30 +351,30 @@ class DataLoadingSection(CoreSection):
         ranks = [rank for rank in document["ranks"] if rank["rank"] in loaders]
         length = sum(step["duration_ns"] for rank in ranks for step in rank["steps"])
         waited = sum(row["wait_ns"] or 0 for row in loading["steps"]) if length else total
-        whole = length or sum(rank["window_ns"] for rank in ranks)
+        total_ns = length or sum(rank["window_ns"] for rank in ranks)
         longest = max(wait["duration_ns"] for wait in waits)
-        batches = f"{units.count(len(waits))} batch{'es' if len(waits) > 1 else ''}"
+        batches = f"{units.format_count(len(waits))} batch{'es' if len(waits) > 1 else ''}"
         if len(ranks) < len(document["ranks"]):
             batches += f" of rank {ranks[0]['rank']}" if len(ranks) == 1 else f" of {len(ranks)} ranks"
-        sentence = (
-            f"{units.duration(waited)} waited for data in {batches} "
-            f"({units.share(waited, whole)} of {'the steps' if length else 'the time'}); "
-            f"the longest wait took {units.duration(longest)}."
+        lead = (
+            f"{units.format_duration(waited)} waited for data in {batches} "
+            f"({units.format_share(waited, total_ns)} of {'the steps' if length else 'the time'}); "
+            f"the longest wait took {units.format_duration(longest)}."
         )
         makers = {maker for wait in waits if (maker := wait.get("maker")) is not None}
-        clauses = [_MAKERS[maker] for maker in sorted(makers)]
+        clauses = [_BATCH_MAKER_CLAUSES[maker] for maker in sorted(makers)]
         parts: dict[str, int] = {}
         for row in loading.get("spent") or []:
             parts[row["part"]] = parts.get(row["part"], 0) + row["ns"]
         part, ns = max(parts.items(), key=lambda item: item[1], default=("other", 0))
         if part != "other" and 2 * ns > total:
-            clauses.append(f"{units.share(ns, total)} of the waits is {_LOADING_PARTS[part]}")
-        steps = [held for row in loading["steps"] if (held := row.get("bottleneck")) is not None]
+            clauses.append(f"{units.format_share(ns, total)} of the waits is {_LOADING_PARTS[part]}")
+        steps = [bottleneck for row in loading["steps"] if (bottleneck := row.get("bottleneck")) is not None]
         slow = sum(steps)
         if slow:
             clauses.append(f"it holds up {slow} of {len(steps)} {'step' if len(steps) == 1 else 'steps'}")
-        more = "; ".join(clauses)
-        return f"{sentence} {more[0].upper()}{more[1:]}." if more else sentence
+        clause_text = "; ".join(clauses)
+        return f"{lead} {clause_text[0].upper()}{clause_text[1:]}." if clause_text else lead
 
 
 DATA_LOADING_SECTION = DataLoadingSection()

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.inference import MIX, NODES, OPERATORS, RATES, STEPS, Inference
-from traceloom.report.document import Part, ReportOptions, Table, UnknownValues
-from traceloom.report.sections.launches import capture_of_graphs
-from traceloom.report.sections.section import Listed, Measurements, Section
+from traceloom.report.document import ListSchema, ReportOptions, Table, UnknownValues
+from traceloom.report.sections.launches import read_graph_capture
+from traceloom.report.sections.section import Measurements, Section, TableSpec
 from traceloom.system import units
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import InferenceValue
 
-_ROWS = 500  # steps and nodes of a rank
+_MAX_ROWS = 500  # steps and nodes of a rank
 _FRAMES = {
     name: {column: kind for column, kind in shape.items() if column != "rank"}
     for name, shape in (("steps", STEPS), ("mix", MIX), ("rates", RATES), ("operators", OPERATORS), ("nodes", NODES))
 }
-_NO_CAPTURE = "no recording of the graphs' capture was given (--graph-capture), or there are no graphs"
-_NOT_TOLD = "an annotation does not say"
-_FEW = "fewer than two steps that generate"
-_NOT_MAPPED = "not mapped; see its reason"
+_NO_CAPTURE_REASON = "no recording of the graphs' capture was given (--graph-capture), or there are no graphs"
+_NOT_ANNOTATED_REASON = "an annotation does not say"
+_TOO_FEW_STEPS_REASON = "fewer than two steps that generate"
+_NOT_MAPPED_REASON = "not mapped; see its reason"
 
 
 class InferenceSection(Section[Inference, "InferenceValue"]):
@@ -38,7 +38,7 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
         "and nothing is declared per step"
     )
     parts = {
-        "steps": Part(
+        "steps": ListSchema(
             _FRAMES["steps"],
             "steps of the server, the first 500 of each rank",
             {"between_ns": "the step generates nothing, or is the first that does"},
@@ -49,57 +49,59 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
                 "lag_ns",
             ),
         ),
-        "mix": Part(
+        "mix": ListSchema(
             _FRAMES["mix"],
             "steps by kind, over all of them",
             {
-                **dict.fromkeys(("mean_requests", "context_tokens", "generation_tokens"), _NOT_TOLD),
-                **{name: _FEW for name in MIX if name.startswith("between")},
+                **dict.fromkeys(("mean_requests", "context_tokens", "generation_tokens"), _NOT_ANNOTATED_REASON),
+                **{name: _TOO_FEW_STEPS_REASON for name in MIX if name.startswith("between")},
             },
         ),
-        "rates": Part(_FRAMES["rates"], "tokens and samples per second, from the annotations or declared"),
-        "operators": Part(
+        "rates": ListSchema(_FRAMES["rates"], "tokens and samples per second, from the annotations or declared"),
+        "operators": ListSchema(
             _FRAMES["operators"],
             "GPU time of graph replays by operator and module of the capture",
             {"op_name": "null is what could not be mapped"},
             ("module",),
-            _NO_CAPTURE,
+            _NO_CAPTURE_REASON,
         ),
-        "nodes": Part(
+        "nodes": ListSchema(
             _FRAMES["nodes"],
             "nodes of graphs with their operators, the 500 that take longest on each rank",
-            dict.fromkeys(("op", "op_name", "evidence"), _NOT_MAPPED),
+            dict.fromkeys(("op", "op_name", "evidence"), _NOT_MAPPED_REASON),
             ("module", "reason"),
-            _NO_CAPTURE,
+            _NO_CAPTURE_REASON,
         ),
     }
     others = {"mapped_fraction": {"type": ["number", "null"]}}
-    unknown = {"mapped_fraction": _NO_CAPTURE}
+    unknown = {"mapped_fraction": _NO_CAPTURE_REASON}
 
     def measure(self, trace: Trace, options: ReportOptions) -> Inference:
         measured = analyze.inference(
             trace,
-            capture_of_graphs(options),
+            read_graph_capture(options),
             tokens_per_step=options.tokens_per_step,
             samples_per_step=options.samples_per_step,
         )
-        nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS)
-        return replace(measured, steps=measured.steps.head(_ROWS), nodes=nodes)
+        nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(_MAX_ROWS)
+        return replace(measured, steps=measured.steps.head(_MAX_ROWS), nodes=nodes)
 
-    def build(self, study: Measurements[Inference], absent: UnknownValues) -> InferenceValue | None:
-        results = study.results
+    def build(self, measurements: Measurements[Inference], unknowns: UnknownValues) -> InferenceValue | None:
+        results = measurements.results
         if not any(result.steps.height or result.rates.height or result.nodes.height for result in results):
-            absent.say("inference")
+            unknowns.say("inference")
             return None
-        frames = {name: study.concat(lambda of, name=name: getattr(of, name).drop("rank")) for name in self.parts}  # type: ignore[misc]
+        frames = {
+            name: measurements.concat(lambda of, name=name: getattr(of, name).drop("rank")) for name in self.parts
+        }  # type: ignore[misc]
         if not frames["nodes"].height:
-            absent.say("inference.operators")
+            unknowns.say("inference.operators")
         shares = [result.mapped_fraction for result in results if result.mapped_fraction is not None]
-        least = absent.value(min(shares, default=None), "inference.mapped_fraction")
-        return {**self.lists(frames, absent), "mapped_fraction": least}
+        min_fraction = unknowns.value(min(shares, default=None), "inference.mapped_fraction")
+        return {**self.lists(frames, unknowns), "mapped_fraction": min_fraction}
 
     def tables(self, value: InferenceValue) -> Iterator[Table]:
-        listed: list[Listed] = [
+        listed: list[TableSpec] = [
             ("mix", "Steps by kind", value["mix"], ["?rank", "kind", "step_count", "mean_duration_ns", "mean_gpu_ns",
                 "+max_gpu_ns", "gpu_fraction", "mean_requests", "context_tokens", "generation_tokens",
                 "between_median_ns", "+between_p95_ns"]),
@@ -118,27 +120,29 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
     def summary(self, value: InferenceValue) -> str | None:
         if not value:
             return None
-        words = []
+        clauses = []
         for kind in dict.fromkeys(row["kind"] for row in value["mix"]):
             rows = [row for row in value["mix"] if row["kind"] == kind]
             count = sum(row["step_count"] for row in rows)
             mean = sum(row["mean_gpu_ns"] * row["step_count"] for row in rows) / count
-            steps = f"{units.count(count)} {kind} {'step' if count == 1 else 'steps'}"
+            steps = f"{units.format_count(count)} {kind} {'step' if count == 1 else 'steps'}"
             ranks = f" of {len(rows)} ranks" if len(rows) > 1 else ""
-            text = f"{steps}{ranks} of {units.duration(round(mean))}"
+            text = f"{steps}{ranks} of {units.format_duration(round(mean))}"
             between = max((row["between_median_ns"] or 0 for row in rows), default=0)
-            most = "at most " if len(rows) > 1 else ""
-            words.append(
-                text + (f" ({most}{units.duration(between)} between tokens)" if between else "") + " on the GPU"
+            bound_prefix = "at most " if len(rows) > 1 else ""
+            clauses.append(
+                text
+                + (f" ({bound_prefix}{units.format_duration(between)} between tokens)" if between else "")
+                + " on the GPU"
             )
-        for what in dict.fromkeys(row["what"] for row in value["rates"]):
-            rates = [row["per_second"] for row in value["rates"] if row["what"] == what]
-            low, high = units.number(min(rates)), units.number(max(rates))
-            each = " on each rank" if len(rates) > 1 else ""
-            words.append(f"{low if low == high else f'{low} to {high}'} {what} per second{each}")
+        for rate_unit in dict.fromkeys(row["what"] for row in value["rates"]):
+            rates = [row["per_second"] for row in value["rates"] if row["what"] == rate_unit]
+            low, high = units.format_number(min(rates)), units.format_number(max(rates))
+            rank_suffix = " on each rank" if len(rates) > 1 else ""
+            clauses.append(f"{low if low == high else f'{low} to {high}'} {rate_unit} per second{rank_suffix}")
         if value["mapped_fraction"] is not None:
-            words.append(f"{units.share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator")
-        return "; ".join(words[:8])
+            clauses.append(f"{units.format_share(value['mapped_fraction'], 1.0)} of the graphs' time has an operator")
+        return "; ".join(clauses[:8])
 
 
 SECTION = InferenceSection()

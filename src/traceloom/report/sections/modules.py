@@ -10,22 +10,22 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.flame import FRAMES, FUNCTIONS, Flame
-from traceloom.analyze.host_events import is_users
-from traceloom.analyze.host_time import main_lane
-from traceloom.report.document import Cells, Col, Part, ReportOptions, Table, UnknownValues
+from traceloom.analyze.host_events import is_user_frame
+from traceloom.analyze.host_time import find_main_lane
+from traceloom.report.document import Cells, Col, ListSchema, ReportOptions, Table, UnknownValues
 from traceloom.report.figure import draw_icicle
-from traceloom.report.labels import rank_name, short
+from traceloom.report.labels import fit_name, format_rank_name
 from traceloom.report.sections.section import (
     Columns,
     CoreSection,
     Measurements,
     RankMeasurements,
     Section,
-    of_rank_suffix,
-    table,
+    build_table,
+    format_rank_suffix,
 )
 from traceloom.system import units
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from traceloom.report.documents.sections import FlameFunctionsRow, FlameTreeRow, FlameValue
 
 
-_MOST_NODES = 4_000  # of one rank's tree in the page
+_MAX_NODES = 4_000  # of one rank's tree in the page
 
 
 class ModulesSection(CoreSection):
@@ -43,9 +43,9 @@ class ModulesSection(CoreSection):
     key, title = "modules", "Modules"
     note = "Which part of the model the time belongs to."
 
-    def build(self, study: Measurements[RankMeasurements], absent: UnknownValues) -> list[ModuleRow]:
+    def build(self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues) -> list[ModuleRow]:
         """The module trees, one after the other; `rank` says whose it is."""
-        return absent.listed(study.concat(lambda rank: rank.modules.tree), "modules")
+        return unknowns.convert_list(measurements.concat(lambda rank: rank.modules.tree), "modules")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """The tree of every rank as an icicle and a table, forward, backward and repeated time apart."""
@@ -54,30 +54,30 @@ class ModulesSection(CoreSection):
         for row in document.get("modules") or []:
             trees.setdefault(row["rank"], []).append(row)
         for position, rank in enumerate(document["ranks"]):
-            tree = trees.get(rank["rank"], [])[:_MOST_NODES]
+            tree = trees.get(rank["rank"], [])[:_MAX_NODES]
             if not tree:
                 continue
-            gpu = any(_all(row, "device_ns") for row in tree)
+            gpu = any(_sum_passes(row, "device_ns") for row in tree)
             index_of_node: dict[int | None, int] = {row["node"]: k for k, row in enumerate(tree)}
             nodes = [
                 (
                     index_of_node.get(row["parent"]),
                     row["name"],
                     row["count"],
-                    _all(row, "host_ns"),
-                    _all(row, "device_ns"),
+                    _sum_passes(row, "host_ns"),
+                    _sum_passes(row, "device_ns"),
                 )
                 for row in tree
             ]
             yield Table(
                 f"module-table-{position}",
-                f"Modules of {rank_name(rank, position)}" if several else "Modules",
-                _columns(tree, gpu=gpu),
+                f"Modules of {format_rank_name(rank, position)}" if several else "Modules",
+                _build_columns(tree, gpu=gpu),
                 [
                     {
                         **row,
                         "name": "\u2003" * row["depth"] + row["name"],
-                        "all_ns": _all(row, "device_ns" if gpu else "host_ns"),
+                        "all_ns": _sum_passes(row, "device_ns" if gpu else "host_ns"),
                     }
                     for row in tree
                 ],
@@ -89,14 +89,14 @@ class ModulesSection(CoreSection):
             )
 
 
-def _all(row: Cells, name: str) -> int:
+def _sum_passes(row: Cells, name: str) -> int:
     """Forward, backward and repeated time together."""
     return sum(row.get(f"{part}{name}") or 0 for part in ("", "backward_", "recompute_"))
 
 
-def _columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
+def _build_columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
     backward = any(row.get("backward_host_ns") for row in tree)
-    again = any(row.get("recompute_host_ns") for row in tree)
+    has_recompute = any(row.get("recompute_host_ns") for row in tree)
     columns = [
         Col("name", "Module", "name"),
         Col("kind", "Kind", narrow=False),
@@ -109,7 +109,7 @@ def _columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
         ),
         *(
             [Col("recompute_host_ns", "repeated", "time", "forward run again by checkpoints", not gpu, scale="host")]
-            * again
+            * has_recompute
         ),
     ]
     if gpu:
@@ -117,33 +117,33 @@ def _columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
             Col("device_ns", "GPU", "time", "GPU work launched in it", scale="gpu"),
             Col("self_device_ns", "self", "time", "launched outside child rows", narrow=False, scale="gpu"),
             *([Col("backward_device_ns", "backward", "time", "of its backward", scale="gpu")] * backward),
-            *([Col("recompute_device_ns", "repeated", "time", "GPU work run again", scale="gpu")] * again),
+            *([Col("recompute_device_ns", "repeated", "time", "GPU work run again", scale="gpu")] * has_recompute),
             Col("kernel_count", "Kernels", "count", "launched in it outside the backward pass", narrow=False),
         ]
     if any(row.get("mean_all_host_ns") is not None for row in tree):
-        what, title = ("device", "GPU") if gpu else ("host", "Host")
+        side, title = ("device", "GPU") if gpu else ("host", "Host")
         hint = "forward, backward and repeated together, mean over the whole steps"
         columns += [
-            Col(f"mean_all_{what}_ns", f"{title} per step", "time", hint, narrow=False, scale="step"),
-            Col(f"min_all_{what}_ns", "min", "time", "min over the whole steps", narrow=False, scale="step"),
-            Col(f"max_all_{what}_ns", "max", "time", "max over the whole steps", narrow=False, scale="step"),
+            Col(f"mean_all_{side}_ns", f"{title} per step", "time", hint, narrow=False, scale="step"),
+            Col(f"min_all_{side}_ns", "min", "time", "min over the whole steps", narrow=False, scale="step"),
+            Col(f"max_all_{side}_ns", "max", "time", "max over the whole steps", narrow=False, scale="step"),
         ]
     return columns
 
 
 MODULES_SECTION = ModulesSection()
 
-MOST_FRAMES = 1000  # of the tree in the document; exports hold all
-MOST_FUNCTIONS = 75  # of one rank
-MOST_ROWS = 600  # of all ranks together, but
-LEAST_FUNCTIONS = 10  # of each
-_LEAST = 0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
-_NAME = 60
-_WORK = ("op", "launch", "module")  # what threads that take part in the program's work record
-_SAME = 0.98  # of a frame's time (host and GPU) that its only child of note has
+MAX_FRAMES = 1000  # of the tree in the document; exports hold all
+MAX_RANK_FUNCTIONS = 75  # of one rank
+MAX_ROWS = 600  # of all ranks together, but
+MIN_RANK_FUNCTIONS = 10  # of each
+_MIN_FRAME_SHARE = 0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
+_MAX_NAME_WIDTH = 60
+_WORK_KINDS = ("op", "launch", "module")  # what threads that take part in the program's work record
+_SAME_TIME_SHARE = 0.98  # of a frame's time (host and GPU) that its only child of note has
 _TREE = pl.Schema({name: kind for name, kind in FRAMES.items() if name != "rank"})
-_LIST = schema(pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns")
-_NO_STEP = "the trace holds no whole step, or it does not occur in one"
+_LIST = build_schema(pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns")
+_NO_STEP_REASON = "the trace holds no whole step, or it does not occur in one"
 
 
 class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
@@ -154,13 +154,13 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
     what = "the host's time by call stack"
     missing = "no host events were recorded"
     parts = {
-        "functions": Part(
+        "functions": ListSchema(
             _LIST,
             "the largest frames by name, wherever they are called from",
-            dict.fromkeys(("mean_self_ns", "min_self_ns", "max_self_ns", "step_count"), _NO_STEP),
+            dict.fromkeys(("mean_self_ns", "min_self_ns", "max_self_ns", "step_count"), _NO_STEP_REASON),
             ("file", "line"),
         ),
-        "tree": Part(
+        "tree": ListSchema(
             _TREE,
             "its largest paths, parents before children",
             {"parent": "null is a thread"},
@@ -178,12 +178,12 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> tuple[Flame, int]:
         profile = analyze.flame(trace)
-        by_gpu = profile.functions.sort("self_device_ns", descending=True).head(MOST_FUNCTIONS // 4)
-        by_gpu = by_gpu.filter(pl.col("self_device_ns") > 0)
-        functions = pl.concat([profile.functions.head(MOST_FUNCTIONS), by_gpu]).unique(maintain_order=True)
+        gpu_functions = profile.functions.sort("self_device_ns", descending=True).head(MAX_RANK_FUNCTIONS // 4)
+        gpu_functions = gpu_functions.filter(pl.col("self_device_ns") > 0)
+        functions = pl.concat([profile.functions.head(MAX_RANK_FUNCTIONS), gpu_functions]).unique(maintain_order=True)
         key = ["name", "file", "line"]
         on_main = (
-            profile.frames.filter(pl.col("lane").eq_missing(main_lane(trace)))
+            profile.frames.filter(pl.col("lane").eq_missing(find_main_lane(trace)))
             .group_by(key)
             .agg(main_self_ns=pl.col("self_ns").sum())
         )
@@ -193,30 +193,30 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         # time, and stands before it, so that the choice is closed upwards.
         busy, gpu = profile.frames["self_ns"].sum(), profile.frames["self_device_ns"].sum()
         weight = pl.max_horizontal(pl.col("total_ns") / max(busy, 1), pl.col("device_ns") / max(gpu, 1))
-        kept = profile.frames.filter(weight >= _LEAST)
-        if kept.height > MOST_FRAMES:
-            kept = kept.sort(weight, descending=True, maintain_order=True).head(MOST_FRAMES).sort("node")
-        number = pl.Series("node", range(kept.height), dtype=pl.UInt32)
-        numbered = kept.select(parent="node", above=number)
-        above = kept[["parent"]].join(numbered, on="parent", how="left", maintain_order="left")["above"]
-        tree = kept.with_columns(number, above.alias("parent")).drop("rank")
+        retained = profile.frames.filter(weight >= _MIN_FRAME_SHARE)
+        if retained.height > MAX_FRAMES:
+            retained = retained.sort(weight, descending=True, maintain_order=True).head(MAX_FRAMES).sort("node")
+        number = pl.Series("node", range(retained.height), dtype=pl.UInt32)
+        numbered = retained.select(parent="node", above=number)
+        parents = retained[["parent"]].join(numbered, on="parent", how="left", maintain_order="left")["above"]
+        tree = retained.with_columns(number, parents.alias("parent")).drop("rank")
         return replace(profile, frames=tree, functions=functions), profile.frames.height
 
-    def build(self, study: Measurements[tuple[Flame, int]], absent: UnknownValues) -> FlameValue | None:
-        index = next((k for k, (flame, _) in enumerate(study.results) if flame.frames.height), None)
+    def build(self, measurements: Measurements[tuple[Flame, int]], unknowns: UnknownValues) -> FlameValue | None:
+        index = next((k for k, (flame, _) in enumerate(measurements.results) if flame.frames.height), None)
         if index is None:
-            absent.say("flame")
+            unknowns.say("flame")
             return None
-        shown, frame_count = study.results[index]
-        most = max(MOST_ROWS // len(study.results), LEAST_FUNCTIONS)
-        functions = study.concat(lambda of: of[0].functions.head(most))
+        selected_flame, frame_count = measurements.results[index]
+        max_functions = max(MAX_ROWS // len(measurements.results), MIN_RANK_FUNCTIONS)
+        functions = measurements.concat(lambda of: of[0].functions.head(max_functions))
         return {
-            "busy_ns": sum(flame.busy_ns for flame, _ in study.results),
-            "gpu_work_ns": sum(flame.gpu_work_ns for flame, _ in study.results),
-            "functions": absent.rows(functions, "flame.functions"),
-            "tree_rank": absent.value(study.part.traces[index].rank, "flame.tree_rank"),
+            "busy_ns": sum(flame.busy_ns for flame, _ in measurements.results),
+            "gpu_work_ns": sum(flame.gpu_work_ns for flame, _ in measurements.results),
+            "functions": unknowns.rows(functions, "flame.functions"),
+            "tree_rank": unknowns.value(measurements.part.traces[index].rank, "flame.tree_rank"),
             "tree_frame_count": frame_count,
-            "tree": absent.rows(shown.frames, "flame.tree"),
+            "tree": unknowns.rows(selected_flame.frames, "flame.tree"),
         }
 
     def tables(self, value: FlameValue) -> Iterator[Table]:
@@ -231,21 +231,21 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             *(["+mean_self_ns", "+max_self_ns"] if stepped else []),
             Col("where", "Frame", "name"),
         ]
-        whole = max(value["busy_ns"], 1)
+        total_ns = max(value["busy_ns"], 1)
         functions = sorted(value["functions"], key=lambda row: -row["self_ns"])
-        rows = [{**row, "share": row["self_ns"] / whole, "where": frame_name(row)} for row in functions]
+        rows = [{**row, "share": row["self_ns"] / total_ns, "where": format_frame(row)} for row in functions]
         note = "Frames, operators and calls by the time spent in themselves."
-        yield table("flame.functions", "Frames", columns, rows, note)
+        yield build_table("flame.functions", "Frames", columns, rows, note)
 
     def summary(self, value: FlameValue) -> str | None:
         top = max(value["functions"], key=lambda row: int(row["main_self_ns"]), default=None)
         if top is None or not top["main_self_ns"]:
             return None
-        name, time = short(frame_name(top), _NAME), units.duration(top["main_self_ns"])
-        return f"the main thread{of_rank_suffix(top, value['functions'])} spends the most time of its own, {time}, in {name}"
+        name, time = fit_name(format_frame(top), _MAX_NAME_WIDTH), units.format_duration(top["main_self_ns"])
+        return f"the main thread{format_rank_suffix(top, value['functions'])} spends the most time of its own, {time}, in {name}"
 
     def picture(self, value: FlameValue) -> str:
-        working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK}
+        working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK_KINDS}
         idle = working and {row["lane"] for row in value["tree"]} - working
         tree = value["tree"]
         if idle:  # the rows of threads that work, with their parents numbered anew
@@ -258,25 +258,27 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         gpu = bool(value["gpu_work_ns"])
         nodes = [
             (row["parent"], row["name"], row["calls"], row["total_ns"], row["device_ns"] if gpu else None)
-            for row in shortened(tree)
+            for row in collapse_call_chains(tree)
         ]
         left_out = value["tree_frame_count"] - len(value["tree"])
         rank = value["tree_rank"]
-        of = "" if rank is None or not any(row["rank"] != rank for row in value["functions"]) else f" of rank {rank}"
+        rank_suffix = (
+            "" if rank is None or not any(row["rank"] != rank for row in value["functions"]) else f" of rank {rank}"
+        )
         note = (
-            f"The call stacks{of}: the thread on top, what it calls below. Frames that do nothing but call the next "
+            f"The call stacks{rank_suffix}: the thread on top, what it calls below. Frames that do nothing but call the next "
             f"one are drawn as one (+n). {'Threads that run nothing but other Python are not drawn. ' if idle else ''}"
-            f"{units.count(left_out)} smaller frames are left out; -o x.speedscope.json has all."
+            f"{units.format_count(left_out)} smaller frames are left out; -o x.speedscope.json has all."
         )
         return draw_icicle(nodes, label="Call stacks by time", note=note, slim=True)
 
 
-def frame_name(row: FlameFunctionsRow) -> str:
+def format_frame(row: FlameFunctionsRow) -> str:
     """`file.py:12 function`; the name alone where there is no file."""
     return f"{row['file']}:{row['line']} {row['name']}" if row.get("file") else str(row["name"])
 
 
-def shortened(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
+def collapse_call_chains(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
     """The rows of a tree (parents before children, `parent` a row number) with chains of single calls made one row.
 
     The row of a chain carries the name that says most: the last frame of the user's, else the last module, else the
@@ -293,7 +295,7 @@ def shortened(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
         while tree[first]["kind"] != "thread":
             # the child that has nearly all of the row's time and of its GPU work
             row = tree[chain[-1]]
-            host, device = _SAME * row["total_ns"], _SAME * row["device_ns"]
+            host, device = _SAME_TIME_SHARE * row["total_ns"], _SAME_TIME_SHARE * row["device_ns"]
             following = next(
                 (number for number in children.get(chain[-1], [])
                  if tree[number]["total_ns"] >= host and tree[number]["device_ns"] >= device), None
@@ -302,15 +304,15 @@ def shortened(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
                 break
             chain.append(following)
         rows = [tree[number] for number in chain]
-        users = [row for row in rows if row["file"] and is_users(f"{row['file']}({row['line']}): {row['name']}")]
+        users = [row for row in rows if row["file"] and is_user_frame(f"{row['file']}({row['line']}): {row['name']}")]
         modules = [row for row in rows if row["kind"] == "module"]
         frame = (modules or users or rows)[-1]
         location = f" {frame['file']}:{frame['line']}" if frame["file"] else ""
-        more = f" (+{len(chain) - 1})" if len(chain) > 1 else ""
-        name = f"{str(frame['name']).removeprefix('nn.Module: ')}{location}{more}"
-        at = len(out)
+        chain_note = f" (+{len(chain) - 1})" if len(chain) > 1 else ""
+        name = f"{str(frame['name']).removeprefix('nn.Module: ')}{location}{chain_note}"
+        position = len(out)
         out.append({**tree[first], "parent": parent, "name": name})
-        stack.extend((number, at) for number in reversed(children.get(chain[-1], [])))
+        stack.extend((number, position) for number in reversed(children.get(chain[-1], [])))
     return out
 
 

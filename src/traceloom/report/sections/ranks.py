@@ -18,7 +18,7 @@ from traceloom.analyze.across_ranks import (
 )
 from traceloom.analyze.bandwidth import correct_links_by_host
 from traceloom.analyze.lateness import (
-    CAUSE_WORDS,
+    CAUSE_LABELS,
     COLLECTIVE_SCHEMA,
     HEAT_SCHEMA,
     HOST_SCHEMA,
@@ -27,20 +27,20 @@ from traceloom.analyze.lateness import (
     REASON_SCHEMA,
 )
 from traceloom.analyze.matched_collectives import CLOCK_SCHEMA
-from traceloom.analyze.rank_summary import MEASURES, RankPart
-from traceloom.report.document import Cells, Col, Part, ReportOptions, Table, UnknownValues, record
-from traceloom.report.figure import blocks, heat_map
-from traceloom.report.sections.section import Columns, Measurements, Section, Value, table
+from traceloom.analyze.rank_summary import LOAD_MEASURES, RankPart
+from traceloom.report.document import Cells, Col, ListSchema, ReportOptions, Table, UnknownValues, build_object_schema
+from traceloom.report.figure import draw_heat_map, pick_block_character
+from traceloom.report.sections.section import Columns, Measurements, Section, Value, build_table
 from traceloom.system import units
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import AcrossRanksValue, ImbalanceValue, PipelineValue
 
 
-SEVERAL = "only one rank is at hand; give the traces of several ranks of one run"
-NO_CALLS = "no communication was recorded"
+ONE_RANK_REASON = "only one rank is at hand; give the traces of several ranks of one run"
+NO_CALLS_REASON = "no communication was recorded"
 
 
 class RanksSection(Section[RankPart, Value]):
@@ -50,7 +50,7 @@ class RanksSection(Section[RankPart, Value]):
         return analyze.rank_part(trace)
 
 
-def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:
+def merge_rank_calls(parts: Sequence[RankPart]) -> pl.DataFrame:
     """The communication of all ranks, with links as their hosts tell."""
     calls = pl.concat([part.calls for part in parts])
     hosts = {part.rank: part.host for part in parts if part.rank is not None and part.host is not None}
@@ -58,12 +58,12 @@ def calls_of(parts: Sequence[RankPart]) -> pl.DataFrame:
     return correct_links_by_host(calls, hosts, links) if len(hosts) > 1 else calls
 
 
-_MOST = 100  # collectives, those with the longest waits
-_MOST_CELLS = 20_000
-_MOST_BLOCKS = 60  # steps that a row of characters shows
+_MAX_COLLECTIVES = 100  # collectives, those with the longest waits
+_MAX_CELLS = 20_000
+_MAX_BLOCKS = 60  # steps that a row of characters shows
 _COLLECTIVES = pl.Schema({name: kind for name, kind in COLLECTIVE_SCHEMA.items() if name != "met_ns"})
-_UNMATCHED = schema("rank kind group count")
-_NO_LAUNCH = "the launch of the last one is not recorded"
+_UNMATCHED = build_schema("rank kind group count")
+_NO_LAUNCH_REASON = "the launch of the last one is not recorded"
 
 
 class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
@@ -72,28 +72,28 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
     key, title = "across_ranks", "Across ranks"
     note = "Who arrived last at collectives, why, and how long the others waited."
     what = "the ranks of a job against each other"
-    missing = SEVERAL
+    missing = ONE_RANK_REASON
     parts = {
-        "ranks": Part(RANK_SCHEMA, "waits of and for each rank", ranked=False),
-        "hosts": Part(HOST_SCHEMA, "the same, added over the ranks of a host", ranked=False),
-        "reasons": Part(REASON_SCHEMA, "by rank and cause at the ends of the chains", ranked=False),
-        "collectives": Part(
+        "ranks": ListSchema(RANK_SCHEMA, "waits of and for each rank", ranked=False),
+        "hosts": ListSchema(HOST_SCHEMA, "the same, added over the ranks of a host", ranked=False),
+        "reasons": ListSchema(REASON_SCHEMA, "by rank and cause at the ends of the chains", ranked=False),
+        "collectives": ListSchema(
             _COLLECTIVES,
-            f"the {_MOST} with the longest waits",
-            {"launch_skew_ns": _NO_LAUNCH, "arrival_wait_ns": _NO_LAUNCH},
+            f"the {_MAX_COLLECTIVES} with the longest waits",
+            {"launch_skew_ns": _NO_LAUNCH_REASON, "arrival_wait_ns": _NO_LAUNCH_REASON},
             ("kind", "group", "group_size", "whole", "sequence", "size_bytes", "step", "transfer_gb_per_s", "evidence"),
             ranked=False,
         ),
-        "chains": Part(
+        "chains": ListSchema(
             LINK_SCHEMA,
             "causes link by link, for the longest waits",
             {"detail": "the cause has no parts with names, or they are no longer than elsewhere"},
             ("cause", "follows"),
             ranked=False,
         ),
-        "heat": Part(HEAT_SCHEMA, "steps × ranks", nullable=("step",), ranked=False),
-        "clocks": Part(CLOCK_SCHEMA, "how clocks were corrected", nullable=("residual_ns",), ranked=False),
-        "unmatched": Part(_UNMATCHED, "calls without a partner", nullable=("kind", "group"), ranked=False),
+        "heat": ListSchema(HEAT_SCHEMA, "steps × ranks", nullable=("step",), ranked=False),
+        "clocks": ListSchema(CLOCK_SCHEMA, "how clocks were corrected", nullable=("residual_ns",), ranked=False),
+        "unmatched": ListSchema(_UNMATCHED, "calls without a partner", nullable=("kind", "group"), ranked=False),
     }
     others = {
         "sentence": {"type": "string"},
@@ -103,7 +103,7 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         "notices": {
             "description": "what did not match, and what the result cannot see",
             "type": "array",
-            "items": record(
+            "items": build_object_schema(
                 {
                     "slug": {"type": "string"},
                     "severity": {"type": "string"},
@@ -120,77 +120,83 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         "notices[*].rank": "the notice is about the whole run",
     }
 
-    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> AcrossRanksValue | None:
-        if len(study.results) < 2:
-            absent.say("across_ranks")
+    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> AcrossRanksValue | None:
+        if len(measurements.results) < 2:
+            unknowns.say("across_ranks")
             return None
-        comparison = across_ranks(study.results)
+        comparison = across_ranks(measurements.results)
         if not comparison.collectives.height:
-            absent.say("across_ranks.collectives")
-        worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(_MOST)
+            unknowns.say("across_ranks.collectives")
+        worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(_MAX_COLLECTIVES)
         frames = {
             "ranks": comparison.ranks,
             "hosts": comparison.hosts,
-            "reasons": comparison.reasons.head(_MOST),
+            "reasons": comparison.reasons.head(_MAX_COLLECTIVES),
             "collectives": worst.select(list(_COLLECTIVES)),
             "chains": comparison.chains,
-            "heat": comparison.heat.head(_MOST_CELLS),
+            "heat": comparison.heat.head(_MAX_CELLS),
             "clocks": comparison.clocks,
             "unmatched": comparison.unmatched,
         }
         for notice in comparison.notices:
-            absent.value(notice.rank, "across_ranks.notices[*].rank")
+            unknowns.value(notice.rank, "across_ranks.notices[*].rank")
         return {
-            "sentence": _sentence(comparison),
+            "sentence": _describe_waiting(comparison),
             "collective_count": comparison.collectives.height,
             "collective_ns": comparison.collective_ns,
             "wait_ns": comparison.wait_ns,
             "notices": [notice.to_dict() for notice in comparison.notices],
-            **self.lists(frames, absent),
+            **self.lists(frames, unknowns),
         }
 
     def tables(self, value: AcrossRanksValue) -> Iterator[Table]:
         if value["collectives"]:
             # the ranks with a picture of their steps in characters
             cells = {(row["step"], row["rank"]): row["root_ns"] for row in value["heat"] if row["step"] is not None}
-            steps = sorted({step for step, _ in cells})[:_MOST_BLOCKS]
-            most = max(cells.values(), default=0)
+            steps = sorted({step for step, _ in cells})[:_MAX_BLOCKS]
+            max_value = max(cells.values(), default=0)
             ranks = [
-                {**row, "steps": "".join(blocks(cells.get((step, row["rank"]), 0), most) for step in steps) or None}
+                {
+                    **row,
+                    "steps": "".join(
+                        pick_block_character(cells.get((step, row["rank"]), 0), max_value) for step in steps
+                    )
+                    or None,
+                }
                 for row in sorted(value["ranks"], key=lambda row: -row["root_ns"])
             ]
             blame = ["root_ns", "blame_ns", "wait_ns", "last_count", "+collective_count", "+alone_ns"]
             in_steps = Col("steps", "Steps", hint="each step, darker = waited longer because of it")
-            yield table("across_ranks.ranks", "Ranks", ["rank", *blame, "+host", in_steps], ranks)
+            yield build_table("across_ranks.ranks", "Ranks", ["rank", *blame, "+host", in_steps], ranks)
             if 1 < len(value["hosts"]) < len(value["ranks"]):
-                yield table("across_ranks.hosts", "Hosts", ["host", *blame], value["hosts"])
-            reasons = [{**row, "word": CAUSE_WORDS[row["cause"]]} for row in value["reasons"]]
+                yield build_table("across_ranks.hosts", "Hosts", ["host", *blame], value["hosts"])
+            reasons = [{**row, "word": CAUSE_LABELS[row["cause"]]} for row in value["reasons"]]
             columns: Columns = ["rank", "waited_ns", "collective_count", "+most_late_ns", Col("word", "Cause", "name")]
-            yield table("across_ranks.reasons", "Why ranks were late", columns, reasons)
+            yield build_table("across_ranks.reasons", "Why ranks were late", columns, reasons)
             chains = []
             for row in value["chains"]:
-                said = "smaller parts together"
+                description = "smaller parts together"
                 if row["cause"] is not None:
                     follows = f" (collective {row['follows']})" if row["follows"] is not None else ""
-                    said = CAUSE_WORDS[row["cause"]] + follows + (f": {row['detail']}" if row["detail"] else "")
-                chains.append({**row, "said": said})
+                    description = CAUSE_LABELS[row["cause"]] + follows + (f": {row['detail']}" if row["detail"] else "")
+                chains.append({**row, "said": description})
             columns = ["chain", "link", "rank", "late_ns", "ns", Col("said", "What took longer there", "name")]
             note = (
                 "For the longest waits: what the last rank did longer than the others since they last stood together; "
                 "the parts of a link add up to how late it was."
             )
-            yield table("across_ranks.chains", "Chains of causes", columns, chains, note)
+            yield build_table("across_ranks.chains", "Chains of causes", columns, chains, note)
             columns = ["instance", "+step", "kind", "+group", "+size_bytes", "+recorded", "start_skew_ns", "wait_ns",
                        "+launch_skew_ns", "+arrival_wait_ns", "transfer_ns", "last_rank", "late_ns", "+unexplained_ns",
                        "root_rank", "+root_cause"]  # fmt: skip
-            yield table("across_ranks.collectives", "Longest waits", columns, value["collectives"])
+            yield build_table("across_ranks.collectives", "Longest waits", columns, value["collectives"])
             columns = ["host", "ranks", "offset_ns", "drift", "residual_ns", "meetings"]
-            yield table("across_ranks.clocks", "Clocks", columns, value["clocks"])
+            yield build_table("across_ranks.clocks", "Clocks", columns, value["clocks"])
         if value["unmatched"]:
             columns = ["rank", "kind", "group", "count"]
-            yield table("across_ranks.unmatched", "Not joined", columns, value["unmatched"])
+            yield build_table("across_ranks.unmatched", "Not joined", columns, value["unmatched"])
         if value["notices"]:
-            yield table("across_ranks.notices", "What to know", ["slug", "count", "message"], value["notices"])
+            yield build_table("across_ranks.notices", "What to know", ["slug", "count", "message"], value["notices"])
 
     def summary(self, value: AcrossRanksValue) -> str | None:
         if not (value["collectives"] or value["unmatched"]):
@@ -200,38 +206,47 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
 
     def picture(self, value: AcrossRanksValue) -> str:
         in_steps = {(row["rank"], step): row for row in value["heat"] if (step := row["step"]) is not None}
-        cells = {at: float(row["root_ns"]) for at, row in in_steps.items()}
+        cells = {cell: float(row["root_ns"]) for cell, row in in_steps.items()}
         hover_texts = {
-            (rank, step): f"rank {rank}, step {step}: others waited {units.duration(row['root_ns'])} because of it, "
-            f"it waited {units.duration(row['wait_ns'])}"
+            (
+                rank,
+                step,
+            ): f"rank {rank}, step {step}: others waited {units.format_duration(row['root_ns'])} because of it, "
+            f"it waited {units.format_duration(row['wait_ns'])}"
             for (rank, step), row in in_steps.items()
         }
         ranks, steps = sorted({rank for rank, _ in in_steps}), sorted({step for _, step in in_steps})
-        picture = heat_map(cells, ranks, steps, hover_texts, titles=("rank", "step"))
+        picture = draw_heat_map(cells, ranks, steps, hover_texts, titles=("rank", "step"))
         return f'<p class="quiet">How long others waited because of a rank, by step</p>{picture}' if picture else ""
 
 
-def _sentence(comparison: AcrossRanks) -> str:
+def _describe_waiting(comparison: AcrossRanks) -> str:
     if not comparison.collectives.height:
-        alone = int(comparison.unmatched["count"].sum())
-        calls = f": {units.count(alone)} calls found no partner on another recorded rank" if alone else ""
-        return f"No collective could be joined over ranks{calls}."
-    share = units.share(comparison.wait_ns, comparison.collective_ns)
-    text = f"{share} of {units.duration(comparison.collective_ns)} in joined collectives is waiting for other ranks"
-    of_it = []
-    if ordered := int(comparison.collectives["schedule_ns"].sum()):
-        of_it.append(f"{units.share(ordered, comparison.wait_ns)} of the waiting is the order of the pipeline")
-    if slowest := comparison.slowest:
-        share = units.share(slowest.waited_ns, comparison.wait_ns)
-        of_it.append(
-            f"{share} of the waiting goes back to rank {slowest.rank}, mostly because of: {CAUSE_WORDS[slowest.cause]}"
+        unmatched_count = int(comparison.unmatched["count"].sum())
+        calls = (
+            f": {units.format_count(unmatched_count)} calls found no partner on another recorded rank"
+            if unmatched_count
+            else ""
         )
-    return f"{'; '.join([text, *of_it])}."
+        return f"No collective could be joined over ranks{calls}."
+    share = units.format_share(comparison.wait_ns, comparison.collective_ns)
+    text = (
+        f"{share} of {units.format_duration(comparison.collective_ns)} in joined collectives is waiting for other ranks"
+    )
+    clauses = []
+    if ordered := int(comparison.collectives["schedule_ns"].sum()):
+        clauses.append(f"{units.format_share(ordered, comparison.wait_ns)} of the waiting is the order of the pipeline")
+    if slowest := comparison.slowest:
+        share = units.format_share(slowest.waited_ns, comparison.wait_ns)
+        clauses.append(
+            f"{share} of the waiting goes back to rank {slowest.rank}, mostly because of: {CAUSE_LABELS[slowest.cause]}"
+        )
+    return f"{'; '.join([text, *clauses])}."
 
 
 SECTION = AcrossRanksSection()
 
-_WORDS = {
+_MEASURE_LABELS = {
     "compute_ns": "compute",
     "embedding_ns": "embedding tables",
     "exchanged_bytes": "bytes sent in all-to-alls",
@@ -246,24 +261,26 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
     key, title = "imbalance", "Imbalance"
     note = "How evenly compute, memory, tokens and exchanged bytes lie on the ranks."
     what = "balance of load"
-    missing = SEVERAL
+    missing = ONE_RANK_REASON
     parts = {
-        "measures": Part(
+        "measures": ListSchema(
             BALANCE_SCHEMA,
             "max, mean and min over the ranks",
             nullable=("worst_step",),
             empty="no measure is known of at least two ranks",
             ranked=False,
         ),
-        "ranks": Part(LOAD_SCHEMA, "mean per step of each rank", nullable=("host", *_WORDS), ranked=False),
+        "ranks": ListSchema(
+            LOAD_SCHEMA, "mean per step of each rank", nullable=("host", *_MEASURE_LABELS), ranked=False
+        ),
     }
 
-    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> ImbalanceValue | None:
-        if len(study.results) < 2:
-            absent.say("imbalance")
+    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> ImbalanceValue | None:
+        if len(measurements.results) < 2:
+            unknowns.say("imbalance")
             return None
-        balance = analyze.imbalance(list(study.results))
-        return self.lists({"measures": balance.measures, "ranks": balance.ranks}, absent)
+        balance = analyze.imbalance(list(measurements.results))
+        return self.lists({"measures": balance.measures, "ranks": balance.ranks}, unknowns)
 
     def tables(self, value: ImbalanceValue) -> Iterator[Table]:
         if not value["measures"]:
@@ -271,32 +288,38 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
         rows = []
         for row in value["measures"]:
             measure = row["measure"]
-            write = units.duration if measure.endswith("_ns") else units.size if measure.endswith("_bytes") else None
+            write = (
+                units.format_duration
+                if measure.endswith("_ns")
+                else units.format_size
+                if measure.endswith("_bytes")
+                else None
+            )
             figures = {
-                name: "unknown" if figure is None else write(round(figure)) if write else units.number(figure)
+                name: "unknown" if figure is None else write(round(figure)) if write else units.format_number(figure)
                 for name, figure in (("mean", row["mean"]), ("max", row["max"]), ("min", row["min"]))
             }
-            rows.append({**row, **figures, "word": _WORDS[measure]})
+            rows.append({**row, **figures, "word": _MEASURE_LABELS[measure]})
         columns: Columns = [Col("word", "Of"), "max_over_mean", Col("mean", "Mean", hint="per rank and step"),
                    Col("max", "Max"), "max_rank", Col("min", "Min", narrow=False), "+min_rank",
                    "+worst_max_over_mean", "+worst_step"]  # fmt: skip
-        yield table("imbalance.measures", "Balance", columns, rows)
+        yield build_table("imbalance.measures", "Balance", columns, rows)
         ranks: Sequence[Cells] = value["ranks"]
-        measured = [name for name in MEASURES if any(row[name] is not None for row in ranks)]
-        yield table("imbalance.ranks", "Load of each rank", ["rank", *measured], ranks, "Means over the steps.")
+        measured = [name for name in LOAD_MEASURES if any(row[name] is not None for row in ranks)]
+        yield build_table("imbalance.ranks", "Load of each rank", ["rank", *measured], ranks, "Means over the steps.")
 
     def summary(self, value: ImbalanceValue) -> str | None:
         if not value["measures"]:
             return None
         worst = max(value["measures"], key=lambda row: row["max_over_mean"])
         ratio = f"max ÷ mean {worst['max_over_mean']:.2f} (rank {worst['max_rank']})"
-        return f"the least even is {_WORDS[worst['measure']]}: {ratio}"
+        return f"the least even is {_MEASURE_LABELS[worst['measure']]}: {ratio}"
 
 
 IMBALANCE_SECTION = ImbalanceSection()
 
 _MAX_PIPELINE_STEPS = 2000
-_WHY = "no ranks that send to each other with known peers were recorded"
+_NO_PIPELINE_REASON = "no ranks that send to each other with known peers were recorded"
 
 
 class PipelineSection(RanksSection["PipelineValue"]):
@@ -306,24 +329,28 @@ class PipelineSection(RanksSection["PipelineValue"]):
     note = "Stages by who sends to whom, and the time in which they had nothing to compute."
     what = "pipelines"
     parts = {
-        "stages": Part(STAGE_SCHEMA, "ranks of pipelines, with their bubbles", empty=_WHY, ranked=False),
-        "steps": Part(STEP_SCHEMA, "bubbles of each step and rank", nullable=("step",), empty=_WHY, ranked=False),
+        "stages": ListSchema(
+            STAGE_SCHEMA, "ranks of pipelines, with their bubbles", empty=_NO_PIPELINE_REASON, ranked=False
+        ),
+        "steps": ListSchema(
+            STEP_SCHEMA, "bubbles of each step and rank", nullable=("step",), empty=_NO_PIPELINE_REASON, ranked=False
+        ),
     }
 
-    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> PipelineValue:
-        if len(study.results) < 2:
-            return self.lists({"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, absent)
-        pipelines = across_ranks(study.results).pipeline
-        return self.lists({"stages": pipelines.stages, "steps": pipelines.steps.head(_MAX_PIPELINE_STEPS)}, absent)
+    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> PipelineValue:
+        if len(measurements.results) < 2:
+            return self.lists({"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, unknowns)
+        pipelines = across_ranks(measurements.results).pipeline
+        return self.lists({"stages": pipelines.stages, "steps": pipelines.steps.head(_MAX_PIPELINE_STEPS)}, unknowns)
 
     def tables(self, value: PipelineValue) -> Iterator[Table]:
         if value["stages"]:
             columns = ["rank", "pipeline", "stage", "bubble_fraction", "mean_bubble_ns", "+min_bubble_ns",
                        "+max_bubble_ns", "mean_compute_ns", "mean_window_ns"]  # fmt: skip
-            yield table("pipeline.stages", "Stages", columns, value["stages"])
+            yield build_table("pipeline.stages", "Stages", columns, value["stages"])
             columns = ["step", "rank", "stage", "bubble_ns", "warm_up_ns", "steady_ns", "drain_ns", "in_pairs_ns",
                        "+compute_ns", "+other_ns", "+window_ns"]  # fmt: skip
-            yield table("pipeline.steps", "Bubbles by step", columns, value["steps"])
+            yield build_table("pipeline.steps", "Bubbles by step", columns, value["steps"])
 
     def summary(self, value: PipelineValue) -> str | None:
         stages = value["stages"]
@@ -332,12 +359,12 @@ class PipelineSection(RanksSection["PipelineValue"]):
         bubble = sum(row["mean_bubble_ns"] for row in stages)
         window = sum(row["mean_window_ns"] for row in stages)
         worst = max(stages, key=lambda row: row["bubble_fraction"])
-        many = len({row["pipeline"] for row in stages})
-        pipelines = units.count_of(many, "pipeline")
-        share = units.share(worst["mean_bubble_ns"], worst["mean_window_ns"])
+        pipeline_count = len({row["pipeline"] for row in stages})
+        pipelines = units.format_quantity(pipeline_count, "pipeline")
+        share = units.format_share(worst["mean_bubble_ns"], worst["mean_window_ns"])
         depth = max(row["stage_count"] for row in stages)
         return (
-            f"{pipelines} of {depth} stages; {units.share(bubble, window)} of their time is bubbles, "
+            f"{pipelines} of {depth} stages; {units.format_share(bubble, window)} of their time is bubbles, "
             f"most on rank {worst['rank']} (stage {worst['stage']}, {share})"
         )
 

@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.roofline import DEVICES, OPERATORS, SPREAD, UNMODELLED, Roofline, joined
+from traceloom.analyze.roofline import DEVICES, OPERATORS, SPREAD, UNMODELLED, Roofline, merge_ranks
 from traceloom.analyze.utilisation import STEPS
-from traceloom.report.document import Col, Part, ReportOptions, Table, UnknownValues
-from traceloom.report.figure import picture
-from traceloom.report.sections.launches import capture_of_graphs
-from traceloom.report.sections.section import Columns, Measurements, Section, table
+from traceloom.report.document import Col, ListSchema, ReportOptions, Table, UnknownValues
+from traceloom.report.figure import draw_roofline
+from traceloom.report.sections.launches import read_graph_capture
+from traceloom.report.sections.section import Columns, Measurements, Section, build_table
 from traceloom.system import units
 from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import RooflineValue
 
-_ROWS = 400  # operators of all ranks together, the longest of each
-_LEAST_ROWS = 10
-_WORTH_SAYING = 0.5
-_LONGEST = 300  # characters of recorded shapes and types; lists of an optimizer fill pages
-_NO_PEAK = "the peaks of the device are not known (give them with --peak or --device)"
-_NOT_TOLD = {
+_MAX_ROWS = 400  # operators of all ranks together, the longest of each
+_MIN_RANK_ROWS = 10
+_MIN_PLACED_SHARE = 0.5
+_MAX_TEXT_CHARS = 300  # characters of recorded shapes and types; lists of an optimizer fill pages
+_NO_PEAK_REASON = "the peaks of the device are not known (give them with --peak or --device)"
+_UNKNOWN_REASONS = {
     "total_ns": "the work of the device is not recorded",
     "fraction": "the work of the device is not recorded",
     "flop_rate": "no time is recorded",
     "byte_rate": "no time is recorded",
-    "peak_flop_rate": _NO_PEAK,
-    "peak_byte_rate": _NO_PEAK,
-    "roofline_ns": _NO_PEAK,
-    "roofline_fraction": _NO_PEAK,
-    "bound": _NO_PEAK,
+    "peak_flop_rate": _NO_PEAK_REASON,
+    "peak_byte_rate": _NO_PEAK_REASON,
+    "roofline_ns": _NO_PEAK_REASON,
+    "roofline_fraction": _NO_PEAK_REASON,
+    "bound": _NO_PEAK_REASON,
 }
-_OF_STEPS = {
+_STEP_REASONS = {
     **dict.fromkeys(("flops", "bytes", "hardware_flops"), "no operator in it has a model and recorded shapes"),
     "modelled_fraction": "no GPU work was recorded in it",
     "placed_fraction": "no GPU work was recorded in it",
@@ -57,31 +57,33 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
     note = "How close operators and steps come to what the device could do."
     what = "FLOPs and bytes of operators against the peaks of the device; MFU and HFU"
     parts = {
-        "operators": Part(
+        "operators": ListSchema(
             OPERATORS,
             "modelled operators by shapes, longest first",
-            _NOT_TOLD,
+            _UNKNOWN_REASONS,
             ("intensity",),
             "no operator with a model and with recorded shapes launched GPU work",
         ),
-        "steps": Part(
-            STEPS, "FLOPs, roofline, MFU and HFU of each step", _OF_STEPS, ("reason",), "the trace marks no steps"
+        "steps": ListSchema(
+            STEPS, "FLOPs, roofline, MFU and HFU of each step", _STEP_REASONS, ("reason",), "the trace marks no steps"
         ),
-        "whole": Part(
+        "whole": ListSchema(
             STEPS,
             "the same from the first to the last GPU work",
-            {**_OF_STEPS, "step": "it is about all steps"},
+            {**_STEP_REASONS, "step": "it is about all steps"},
             ("reason",),
             "no trace was read",
         ),
-        "spread": Part(
+        "spread": ListSchema(
             SPREAD, "per quantity mean, min and max over the whole steps", empty="the trace holds no whole step"
         ),
-        "unmodelled": Part(UNMODELLED, "GPU work without a model, and why", empty="no GPU work is without a model"),
-        "devices": Part(
+        "unmodelled": ListSchema(
+            UNMODELLED, "GPU work without a model, and why", empty="no GPU work is without a model"
+        ),
+        "devices": ListSchema(
             DEVICES,
             "the peaks used, or why there are none",
-            {"peak": _NO_PEAK},
+            {"peak": _NO_PEAK_REASON},
             ("name", "reason"),
             "no GPU work was recorded",
         ),
@@ -89,32 +91,32 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
     others = {"timed_on": {"type": "string"}}
 
     def measure(self, trace: Trace, options: ReportOptions) -> Roofline:
-        return analyze.roofline(trace, options.peak, capture_of_graphs(options))
+        return analyze.roofline(trace, options.peak, read_graph_capture(options))
 
-    def build(self, study: Measurements[Roofline], absent: UnknownValues) -> RooflineValue:
-        most = max(_LEAST_ROWS, _ROWS // max(len(study.results), 1))
+    def build(self, measurements: Measurements[Roofline], unknowns: UnknownValues) -> RooflineValue:
+        max_rows = max(_MIN_RANK_ROWS, _MAX_ROWS // max(len(measurements.results), 1))
         # what is recorded of operators is cut to a length that people read
         text = [
-            pl.when(pl.col(name).str.len_chars() > _LONGEST)
-            .then(pl.concat_str(pl.col(name).str.slice(0, _LONGEST), pl.lit("…")))
+            pl.when(pl.col(name).str.len_chars() > _MAX_TEXT_CHARS)
+            .then(pl.concat_str(pl.col(name).str.slice(0, _MAX_TEXT_CHARS), pl.lit("…")))
             .otherwise(name)
             .alias(name)
             for name in ("shapes", "types")
         ]
-        of_all = joined(
+        merged = merge_ranks(
             [
                 replace(
                     result,
-                    operators=result.operators.head(most).with_columns(text),
-                    unmodelled=result.unmodelled.head(most),
+                    operators=result.operators.head(max_rows).with_columns(text),
+                    unmodelled=result.unmodelled.head(max_rows),
                 )
-                for result in study.results
+                for result in measurements.results
             ]
         )
-        frames = {name: getattr(of_all, name) for name in self.parts}
+        frames = {name: getattr(merged, name) for name in self.parts}
         for name, time in (("operators", "total_ns"), ("unmodelled", "gpu_ns")):
             frames[name] = frames[name].sort(time, descending=True, nulls_last=True, maintain_order=True)
-        return {**self.lists(frames, absent), "timed_on": of_all.timed_on}
+        return {**self.lists(frames, unknowns), "timed_on": merged.timed_on}
 
     def tables(self, value: RooflineValue) -> Iterator[Table]:
         several = ["rank"] if len({row["rank"] for row in value["whole"]}) > 1 else []
@@ -125,34 +127,34 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             columns: Columns = ["duration_ns", "roofline_fraction", "mfu", "hfu", "modelled_fraction", "flops",
                                 "+bytes", "+reason"]  # fmt: skip
             if value["steps"]:
-                yield table("roofline.steps", "Steps", [*several, "step", *columns], steps, note)
+                yield build_table("roofline.steps", "Steps", [*several, "step", *columns], steps, note)
             else:
-                yield table("roofline.whole", "Whole recording", [*several, *columns], steps, note)
+                yield build_table("roofline.whole", "Whole recording", [*several, *columns], steps, note)
         # one row per rank, with mean, least and most of every quantity
-        usual: dict[int | None, dict[str, float | None]] = {}
+        rank_entries: dict[int | None, dict[str, float | None]] = {}
         for row in value["spread"]:
-            entry = usual.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
+            entry = rank_entries.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
             entry["step_count"] = max(entry["step_count"] or 0, row["step_count"])
             quantity = row["quantity"]
             entry |= {f"mean_{quantity}": row["mean"], f"min_{quantity}": row["min"], f"max_{quantity}": row["max"]}
-        if any((entry["step_count"] or 0) > 1 for entry in usual.values()):
+        if any((entry["step_count"] or 0) > 1 for entry in rank_entries.values()):
             columns = [
                 *several,
                 "step_count",
                 Col("mean_duration_ns", "Time", "time", "mean"),
                 *(
-                    Col(f"{how}_{key}", f"{title}{more}", "share", hint, narrow=how == "mean")
+                    Col(f"{statistic}_{key}", f"{title}{title_suffix}", "share", hint, narrow=statistic == "mean")
                     for key, title in (("roofline_fraction", "Of roofline"), ("mfu", "MFU"), ("hfu", "HFU"))
-                    for how, more, hint in (("mean", "", "mean"), ("min", ", least", "in the lowest step"),
+                    for statistic, title_suffix, hint in (("mean", "", "mean"), ("min", ", least", "in the lowest step"),
                                             ("max", ", most", "in the highest step"))
                 ),
                 Col("mean_flops", "FLOPs", "flops", "mean"),
             ]  # fmt: skip
-            yield table(
+            yield build_table(
                 "roofline.spread",
                 "Usual step",
                 columns,
-                list(usual.values()),
+                list(rank_entries.values()),
                 "Over the whole steps of each rank.",
                 key="roofline-usual",
             )
@@ -165,13 +167,13 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
                 {**row, "type": f"{row['arithmetic']}{' (assumed)' if row['evidence'] == 'assumed' else ''}"}
                 for row in value["operators"]
             ]
-            yield table("roofline.operators", "Operators", columns, rows)
+            yield build_table("roofline.operators", "Operators", columns, rows)
         if value["unmodelled"]:
             columns = [*several, "gpu_ns", "count", "reason", "name"]
-            yield table("roofline.unmodelled", "Not modelled", columns, value["unmodelled"])
+            yield build_table("roofline.unmodelled", "Not modelled", columns, value["unmodelled"])
         if any(row["reason"] for row in value["devices"]):
             columns = [*several, "device", "peak", "reason", "name"]
-            yield table("roofline.devices", "Devices", columns, value["devices"])
+            yield build_table("roofline.devices", "Devices", columns, value["devices"])
 
     def summary(self, value: RooflineValue) -> str | None:
         rows = [row for row in value["steps"] if row["complete"]] or value["steps"] or value["whole"]
@@ -183,21 +185,21 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
         gpu = sum(row["gpu_ns"] for row in rows)
         scope = "step" if value["steps"] else "recording"
         scope += " of a rank" if len({row["rank"] for row in rows}) > 1 else ""
-        text = f"{units.flops(sum(flops) / len(flops))} per {scope}"
+        text = f"{units.format_flops(sum(flops) / len(flops))} per {scope}"
         # work that is mostly not modelled counts as measured: nobody knows how good it is
         placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in rows)
-        of_each = (
+        dimension_values = (
             ("of the roofline", [row["roofline_fraction"] for row in modelled]),
             ("MFU", [row["mfu"] for row in modelled]),
         )
-        for name, values in of_each:
+        for name, values in dimension_values:
             fractions = [fraction for fraction in values if fraction is not None]
-            if fractions and placed >= _WORTH_SAYING * gpu:
-                text += f", {units.share(sum(fractions) / len(fractions), 1)} {name}"
-        return f"{text}; models cover {units.share(covered, gpu)} of the GPU work" if gpu else text
+            if fractions and placed >= _MIN_PLACED_SHARE * gpu:
+                text += f", {units.format_share(sum(fractions) / len(fractions), 1)} {name}"
+        return f"{text}; models cover {units.format_share(covered, gpu)} of the GPU work" if gpu else text
 
     def picture(self, value: RooflineValue) -> str:
-        return picture(value["operators"])
+        return draw_roofline(value["operators"])
 
 
 SECTION = RooflineSection()

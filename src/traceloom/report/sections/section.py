@@ -36,12 +36,22 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.answer import AnswerInputs
 from traceloom.analyze.gpu_time import FIELDS
-from traceloom.report.document import Cells, Col, Part, ReportOptions, Shape, Table, UnknownValues, or_null, record
-from traceloom.report.labels import rank_label
+from traceloom.report.document import (
+    Cells,
+    Col,
+    JsonSchema,
+    ListSchema,
+    ReportOptions,
+    Table,
+    UnknownValues,
+    allow_null,
+    build_object_schema,
+)
+from traceloom.report.labels import format_rank
 from traceloom.system import units
 from traceloom.system.process import trim_memory
-from traceloom.trace.batch import cut
-from traceloom.trace.columns import column
+from traceloom.trace.batch import cut_trace_to_steps
+from traceloom.trace.columns import find_column
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
@@ -93,48 +103,48 @@ def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> R
     that a step has the same figures in every report; everything else is measured on the work these steps launched.
     """
     trim_memory()  # of what reading freed
-    part = trace if steps is None else cut(trace, steps)
+    part = trace if steps is None else cut_trace_to_steps(trace, steps)
     measured = RankMeasurements(
         trace=part,
         gpu=analyze.gpu_time(trace),
-        idle=_freed(analyze.idle(trace)),
-        host=_freed(analyze.host(trace)),
+        idle=_trim_after(analyze.idle(trace)),
+        host=_trim_after(analyze.host(trace)),
         step_times=analyze.step_times(part),
         data_loading=analyze.data_loading(part),
         kernels=analyze.kernels(part),
-        operators=_freed(analyze.operators(part, by_shape=by_shape)),
-        modules=_freed(analyze.modules(part)),
+        operators=_trim_after(analyze.operators(part, by_shape=by_shape)),
+        modules=_trim_after(analyze.modules(part)),
         communication=analyze.communication(part),
         memory=analyze.memory(part),
         notices=analyze.quality(trace).notices,
     )
-    return measured if steps is None else _of_steps(measured, steps)
+    return measured if steps is None else _restrict_to_steps(measured, steps)
 
 
-def _freed(result: T) -> T:
+def _trim_after(result: T) -> T:
     """The result; what was freed on the way to it goes back to the system before the next analysis takes more."""
     trim_memory()
     return result
 
 
-def _of_steps(measured: RankMeasurements, steps: tuple[int, int]) -> RankMeasurements:
+def _restrict_to_steps(measured: RankMeasurements, steps: tuple[int, int]) -> RankMeasurements:
     """Keep these steps of what is told per step; a device or a thread is the sum of its steps."""
-    chosen = pl.col("step").is_between(*steps)
+    in_steps = pl.col("step").is_between(*steps)
     gpu, idle = measured.gpu, measured.idle
-    gpu_steps = gpu.steps.filter(chosen)
+    gpu_steps = gpu.steps.filter(in_steps)
     devices: pl.DataFrame = gpu_steps.group_by("device", maintain_order=True).agg(
         pl.col("name").first(), pl.col("start_ns").min(), pl.col(*FIELDS).sum()
     )
     devices = devices.pipe(cast_to_schema, gpu.devices.schema)
-    causes = idle.causes.filter(chosen)
+    causes = idle.causes.filter(in_steps)
     totals = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
     totals = totals.pipe(cast_to_schema, idle.totals.schema)
-    account = measured.host.account.filter(chosen)
+    account = measured.host.account.filter(in_steps)
     threads = measured.host.threads
     observed = pl.col("ns").filter(pl.col("activity").cast(pl.String) != "unobserved")
     times = account.group_by("lane").agg(window_ns=pl.col("ns").sum(), busy_ns=observed.sum())
     counts = measured.trace.events.group_by("lane").agg(event_count=pl.len())
-    of_steps = (
+    step_threads = (
         threads.drop("window_ns", "busy_ns", "event_count")
         .join(times, on="lane", how="inner", maintain_order="left")
         .join(counts, on="lane", how="inner", maintain_order="left")
@@ -143,20 +153,20 @@ def _of_steps(measured: RankMeasurements, steps: tuple[int, int]) -> RankMeasure
     return replace(
         measured,
         gpu=replace(gpu, steps=gpu_steps, devices=devices),
-        idle=replace(idle, gaps=idle.gaps.filter(chosen), causes=causes, totals=totals),
-        host=replace(measured.host, account=account, threads=of_steps),
+        idle=replace(idle, gaps=idle.gaps.filter(in_steps), causes=causes, totals=totals),
+        host=replace(measured.host, account=account, threads=step_threads),
     )
 
 
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
-Listed = tuple[str, str, Sequence[Cells], Sequence[str]]
+TableSpec = tuple[str, str, Sequence[Cells], Sequence[str]]
 """A list of a section's value as a table: its name, the heading, the rows, the columns (see `table`)."""
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 
-def table(
+def build_table(
     path: str,
     title: str,
     columns: Iterable[str | Col],
@@ -180,16 +190,18 @@ def table(
         among: The rows that decide about the columns with `?`, where these are not the same.
     """
     deciding = rows if among is None else list(among)
-    shown = []
-    for asked in columns:
-        if isinstance(asked, Col):
-            shown.append(asked)
+    selected = []
+    for requested in columns:
+        if isinstance(requested, Col):
+            selected.append(requested)
             continue
-        name = asked.lstrip("+?")
-        if not asked.startswith("?") or len({row[name] for row in deciding}) > 1:
-            declared = column(name, path)
-            shown.append(Col(name, declared.title, declared.unit, declared.meaning, narrow=not asked.startswith("+")))
-    return Table(key or path.replace(".", "-").replace("_", "-"), title, shown, rows, path, note)
+        name = requested.lstrip("+?")
+        if not requested.startswith("?") or len({row[name] for row in deciding}) > 1:
+            declared = find_column(name, path)
+            selected.append(
+                Col(name, declared.title, declared.unit, declared.meaning, narrow=not requested.startswith("+"))
+            )
+    return Table(key or path.replace(".", "-").replace("_", "-"), title, selected, rows, path, note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +230,9 @@ class Measurements(Generic[Result]):
         frames = []
         pairs = list(zip(self.part.traces, self.results, strict=True))
         for trace, result in pairs if ranks is None else compress(pairs, ranks):
-            of_rank = frame(result)
-            numbers = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, of_rank.height)
-            frames.append(of_rank.clone().insert_column(0, numbers))
+            rank_frame = frame(result)
+            numbers = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, rank_frame.height)
+            frames.append(rank_frame.clone().insert_column(0, numbers))
         return pl.concat(frames)
 
     def frames(self, names: Iterable[str]) -> Frames:
@@ -231,27 +243,27 @@ class Measurements(Generic[Result]):
         return out
 
 
-def of_rank_suffix(row: Cells, rows: Iterable[Cells]) -> str:
+def format_rank_suffix(row: Cells, rows: Iterable[Cells]) -> str:
     """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
-    return f" of {rank_label(row['rank'])}" if len({other["rank"] for other in rows}) > 1 else ""
+    return f" of {format_rank(row['rank'])}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
-def rank_column(document: ReportDocument, column: Col) -> tuple[Col, ...]:
+def select_rank_column(document: ReportDocument, column: Col) -> tuple[Col, ...]:
     """The column, where the document is about several ranks."""
     return (column,) if len(document["ranks"]) > 1 else ()
 
 
-def sum_as_text(rows: Sequence[Cells], key: str, what: str) -> str:
+def format_sum(rows: Sequence[Cells], key: str, label: str) -> str:
     """How much the rows of a table add up to."""
-    return f"{units.duration(sum(row[key] for row in rows))} {what}"
+    return f"{units.format_duration(sum(row[key] for row in rows))} {label}"
 
 
-def with_shares(frame: pl.DataFrame, by: str) -> pl.DataFrame:
+def add_shares(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     """Rows by name with their mean, and their `fraction` of the sum of a column; the largest first."""
-    whole = frame[by].sum()
-    share = pl.col(by) / whole if whole else pl.lit(0.0)
+    total = frame[column].sum()
+    share = pl.col(column) / total if total else pl.lit(0.0)
     return frame.with_columns(mean_ns=pl.col("total_ns") // pl.col("count"), fraction=share).sort(
-        by, "name", descending=[True, False], maintain_order=True
+        column, "name", descending=[True, False], maintain_order=True
     )
 
 
@@ -278,8 +290,8 @@ class Section(Generic[Result, Value]):
     title: ClassVar[str]
     note: ClassVar[str]
     what: ClassVar[str] = ""
-    parts: ClassVar[Mapping[str, Part]] = {}
-    others: ClassVar[Mapping[str, Shape]] = {}
+    parts: ClassVar[Mapping[str, ListSchema]] = {}
+    others: ClassVar[Mapping[str, JsonSchema]] = {}
     missing: ClassVar[str] = ""
     unknown: ClassVar[Mapping[str, str]] = {}
     shows_only: ClassVar[bool] = False
@@ -292,8 +304,8 @@ class Section(Generic[Result, Value]):
         """What is known of one rank: small. Runs rank by rank, so that no more than a few ranks are in memory."""
         return None  # type: ignore[return-value]  # of sections that look at the whole session only
 
-    def build(self, study: Measurements[Result], absent: UnknownValues) -> Any:
-        """The JSON value under `key`; None or empty where nothing is known, with the reason said to `absent`."""
+    def build(self, measurements: Measurements[Result], unknowns: UnknownValues) -> Any:
+        """The JSON value under `key`; None or empty where nothing is known, with the reason said to `unknowns`."""
         raise NotImplementedError
 
     def value(self, document: ReportDocument) -> Value | None:
@@ -317,11 +329,11 @@ class Section(Generic[Result, Value]):
         return ""
 
     @property
-    def schema(self) -> Shape:
+    def schema(self) -> JsonSchema:
         """JSON Schema of the value."""
         properties = {name: part.schema() for name, part in self.parts.items()}
-        shape = record({**properties, **self.others}, what=self.what)
-        return or_null(shape) if self.missing else shape
+        shape = build_object_schema({**properties, **self.others}, description=self.what)
+        return allow_null(shape) if self.missing else shape
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -331,12 +343,12 @@ class Section(Generic[Result, Value]):
             out |= part.reasons(f"{self.key}.{name}")
         return out | {f"{self.key}.{path}".rstrip("."): reason for path, reason in self.unknown.items()}
 
-    def filled(self, listed: Iterable[Listed], among: Iterable[Cells]) -> Iterator[Table]:
+    def filled(self, listed: Iterable[TableSpec], among: Iterable[Cells]) -> Iterator[Table]:
         """The tables of those lists of the value that have rows; `among` as for `table`."""
         deciding = list(among)
         for name, title, rows, columns in listed:
             if rows:
-                yield table(f"{self.key}.{name}", title, columns, rows, among=deciding)
+                yield build_table(f"{self.key}.{name}", title, columns, rows, among=deciding)
 
     def lists(self, frames: Mapping[str, pl.DataFrame], absent: UnknownValues) -> Value:
         """The rows of frames as they stand in the document; why there are none, where the part of that name says so."""

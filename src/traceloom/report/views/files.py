@@ -12,9 +12,9 @@ import polars as pl
 
 from traceloom.errors import UsageError, nearest
 from traceloom.report.document import Bar, ReportOptions
-from traceloom.report.sections import core, shown
+from traceloom.report.sections import load_core_sections, select_visible_sections
 from traceloom.system.files import write_directory
-from traceloom.system.text import encode_utf8, json_line
+from traceloom.system.text import encode_json, encode_utf8
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
@@ -65,13 +65,13 @@ class Directory:
     of_runs: bool = False
 
 
-def directory(ending: str) -> Directory:
+def build_table_directory(ending: str) -> Directory:
     """A file per table, in the format of the ending: `.csv` or `.parquet`."""
 
     def fill(report: Report, path: Path) -> None:
         write_tables(report.document, ending, path)
 
-    return Directory(fill, OURS)
+    return Directory(fill, TABLE_FILE_PATTERN)
 
 
 def write_html(report: Report, handle: BinaryIO) -> None:
@@ -123,15 +123,15 @@ def write_speedscope(report: Report, handle: BinaryIO) -> None:
 
 def encode(document: Mapping[str, object]) -> bytes:
     """One line of UTF-8 JSON with a line end; integers stay integers."""
-    return json_line(document) + b"\n"
+    return encode_json(document) + b"\n"
 
 
-def frames(document: ReportDocument) -> Iterator[tuple[str, pl.DataFrame]]:
+def build_table_frames(document: ReportDocument) -> Iterator[tuple[str, pl.DataFrame]]:
     """Every table that the report shows: its name (`kernels`, `idle-gaps-longest`), and all its rows in plain columns.
 
     Times are integer nanoseconds, sizes bytes, shares from 0 to 1; null is unknown. Lists and pictures are left out.
     """
-    for section in (*core(), *shown(document)):
+    for section in (*load_core_sections(), *select_visible_sections(document)):
         if value := section.value(document):
             tables = [table for table in section.tables(value) if table.rows]
             for table in tables:
@@ -151,7 +151,7 @@ def write_table(document: ReportDocument, name: str, only: Sequence[str] | None,
     Raises:
         UsageError: slug `no-such-table`.
     """
-    tables = dict(frames(document))
+    tables = dict(build_table_frames(document))
     key = Path(name).stem
     if key not in tables and only and len(tables) == 1:
         key = next(iter(tables))
@@ -176,7 +176,7 @@ FORMATS = (
     Format((".csv", ".parquet"), write_table_file, "read it with Polars, pandas or a spreadsheet"),
 )
 
-OURS = r"[^/]*\.(csv|parquet)"
+TABLE_FILE_PATTERN = r"[^/]*\.(csv|parquet)"
 """What a directory of tables holds."""
 
 _TABLE_ENDINGS = (".csv", ".parquet")
@@ -229,11 +229,11 @@ class ResultFiles:
                 with (directory / f"{name}.csv").open("wb") as handle:
                     write(getattr(answer, name), ".csv", handle)
 
-        return sum(file.stat().st_size for file in write_directory(path, fill, OURS, force=force))
+        return sum(file.stat().st_size for file in write_directory(path, fill, TABLE_FILE_PATTERN, force=force))
 
 
 def write_tables(document: ReportDocument, ending: str, directory: Path) -> None:
     """Write a file per table into a directory that is there; `ending` is `.csv` or `.parquet`."""
-    for key, frame in frames(document):
+    for key, frame in build_table_frames(document):
         with (directory / f"{key}{ending}").open("wb") as handle:
             write(frame, ending, handle)

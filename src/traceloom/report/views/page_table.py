@@ -21,26 +21,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceloom.report.document import Bar, Col
-from traceloom.report.figure import embedded_json, inline_code
-from traceloom.report.labels import label, short
+from traceloom.report.figure import render_inline_code, render_json_script
+from traceloom.report.labels import clean_name, fit_name
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints
 from traceloom.trace.columns import IDENTITY
 
-MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
-NAME_LENGTH = 64
+MAX_ROWS = 2_000  # of one table in the page; the JSON report has all
+MAX_NAME_CHARS = 64
 
 
-def table(
+def render_html_table(
     identity: str,
     columns: Sequence[Col],
     rows: Sequence[Mapping[str, Any]],
     reasons: Mapping[str, str],
     label: str,
     *,
-    most: int = MOST_ROWS,
-    whole: str = "traceloom report -o report.json",
+    max_rows: int = MAX_ROWS,
+    full_command: str = "traceloom report -o report.json",
 ) -> str:
     """A figure with one table. Its first name comes first, so that rows are told apart on every screen.
 
@@ -50,39 +50,39 @@ def table(
         rows: In the order to be shown first; `range` (start-end in ns) lets a row be shown in the timeline.
         reasons: Why a column's unknown values are unknown, by key.
         label: What the table is about, for readers that do not see it.
-        most: How many rows it has at most.
-        whole: What writes all of them.
+        max_rows: How many rows it has at most.
+        full_command: What writes all of them.
     """
-    kept = rows[:most]
+    visible_rows = rows[:max_rows]
     lead = next((column for column in columns if column.kind == "name"), None)
     ordered = sorted((column for column in columns if column.kind != "spark"), key=lambda column: column is not lead)
-    shown, zero, unknown = [], [], []
+    packed_columns, zero, unknown = [], [], []
     for column in ordered:
-        values = [row.get(column.key) for row in kept]
-        if kept and all(value is None or value == "" for value in values):
+        values = [row.get(column.key) for row in visible_rows]
+        if visible_rows and all(value is None or value == "" for value in values):
             reason = reasons.get(column.key)
             unknown.append(column.title + (f" ({reason})" if reason else ""))
-        elif kept and column.numeric and column.key not in IDENTITY and not any(values):
+        elif visible_rows and column.numeric and column.key not in IDENTITY and not any(values):
             zero.append(column.title)
         else:
-            shown.append(packed(column, values, reasons.get(column.key, "")))
-    data: dict[str, Any] = {"label": label, "rows": len(kept), "columns": shown}
-    if any("range" in row for row in kept):
-        data["ranges"] = [row.get("range") for row in kept]
+            packed_columns.append(pack_column(column, values, reasons.get(column.key, "")))
+    data: dict[str, Any] = {"label": label, "rows": len(visible_rows), "columns": packed_columns}
+    if any("range" in row for row in visible_rows):
+        data["ranges"] = [row.get("range") for row in visible_rows]
     notes = []
-    if len(rows) > most:
+    if len(rows) > max_rows:
         notes.append(
-            f"The first {units.count(most)} of {units.count(len(rows))} rows; "
-            f"<code>{escape(whole)}</code> has all of them."
+            f"The first {units.format_count(max_rows)} of {units.format_count(len(rows))} rows; "
+            f"<code>{escape(full_command)}</code> has all of them."
         )
     if zero or unknown:
         parts = [", ".join(zero) + ": 0 in all rows"] * bool(zero) + [", ".join(unknown) + ": unknown"] * bool(unknown)
-        notes.append(f"Not shown: {inline_code('; '.join(parts))}.")
+        notes.append(f"Not shown: {render_inline_code('; '.join(parts))}.")
     after = "".join(f'<p class="quiet">{note}</p>' for note in notes)
-    return f'<figure class="table" id="{escape(identity)}">{embedded_json(data)}{after}</figure>'
+    return f'<figure class="table" id="{escape(identity)}">{render_json_script(data)}{after}</figure>'
 
 
-def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
+def pack_column(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
     """What `cells.js` draws a column from.
 
     Args:
@@ -99,22 +99,22 @@ def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
             for v in values
         )
         return {**entry, "values": list(bars)}
-    places: dict[Any, int] = {}
-    at = [-1 if value is None else places.setdefault(str(value), len(places)) for value in values]
+    index_by_text: dict[Any, int] = {}
+    indices = [-1 if value is None else index_by_text.setdefault(str(value), len(index_by_text)) for value in values]
     texts: list[str | list[str]] = []
-    for value in places:  # a name that is too long as [what is shown, all of it]
-        whole = sanitize(value)
-        cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
-        texts.append(whole if cut == whole else [cut, whole])
-    return {**entry, "texts": texts, "at": at}
+    for value in index_by_text:  # a name that is too long as [what is shown, all of it]
+        clean_text = sanitize(value)
+        cut = fit_name(clean_text, MAX_NAME_CHARS) if column.kind == "name" else clean_name(value)
+        texts.append(clean_text if cut == clean_text else [cut, clean_text])
+    return {**entry, "texts": texts, "at": indices}
 
 
-def zigzag(values: Ints) -> Ints:
+def encode_zigzag(values: Ints) -> Ints:
     """Signed integers as non-negative ones: 0, -1, 1, -2 become 0, 1, 2, 3."""
     return (values << 1) ^ (values >> 63)
 
 
-def lane_steps(start: Ints, counts: list[int]) -> Ints:
+def encode_start_deltas(start: Ints, counts: list[int]) -> Ints:
     """Differences between the starts of neighbours on a lane; the first of a lane stays as it is.
 
     Args:
@@ -127,32 +127,32 @@ def lane_steps(start: Ints, counts: list[int]) -> Ints:
     return steps
 
 
-def sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
+def encode_sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
     """0 where absent, else one more than the (zigzag) difference to the value before."""
     out = np.zeros(values.shape, dtype=np.int64)
-    out[present] = zigzag(np.diff(values[present], prepend=0)) + 1
+    out[present] = encode_zigzag(np.diff(values[present], prepend=0)) + 1
     return out
 
 
-def varints(values: Ints) -> bytes:
+def encode_varints(values: Ints) -> bytes:
     """Non-negative integers, each in as few seven-bit bytes as it needs."""
     if not values.size:
         return b""
     if int(values.min()) < 0:
         raise ValueError("varints are for non-negative integers")
-    rest = values.astype(np.uint64)
+    remaining = values.astype(np.uint64)
     length = np.ones(values.shape, dtype=np.int64)
-    for bits in range(7, 64, 7):
-        more = rest >> np.uint64(bits) > 0
-        if not more.any():
+    for shift_bits in range(7, 64, 7):
+        continues = remaining >> np.uint64(shift_bits) > 0
+        if not continues.any():
             break
-        length += more
-    ends = np.cumsum(length)
-    out = np.zeros(int(ends[-1]), dtype=np.uint8)
-    starts = ends - length
+        length += continues
+    end_offsets = np.cumsum(length)
+    out = np.zeros(int(end_offsets[-1]), dtype=np.uint8)
+    starts = end_offsets - length
     for byte in range(int(length.max())):
         active = length > byte
-        digits = (rest[active] >> np.uint64(7 * byte)) & np.uint64(0x7F)
+        digits = (remaining[active] >> np.uint64(7 * byte)) & np.uint64(0x7F)
         last = length[active] == byte + 1
         out[starts[active] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(np.uint8)
     return out.tobytes()
@@ -160,7 +160,7 @@ def varints(values: Ints) -> bytes:
 
 def pack(header: dict[str, Any], columns: dict[str, Ints]) -> str:
     """The header (any JSON) and the columns (non-negative integers, one length or another) as one line of base64."""
-    bodies = {name: varints(values) for name, values in columns.items()}
+    bodies = {name: encode_varints(values) for name, values in columns.items()}
     listing = [[name, len(body), int(columns[name].size)] for name, body in bodies.items()]
     text = json.dumps({**header, "columns": listing}, separators=(",", ":")).encode()
     raw = len(text).to_bytes(4, "little") + text + b"".join(bodies.values())

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 
 from traceloom import analyze
 from traceloom.analyze.kernels import kernel_launches
-from traceloom.analyze.roofline import modelled
+from traceloom.analyze.roofline import select_modelled_work
 from traceloom.report.document import Cells
-from traceloom.report.labels import short
-from traceloom.report.views.page_table import lane_steps, pack, sparse, zigzag
+from traceloom.report.labels import fit_name
+from traceloom.report.views.page_table import encode_sparse, encode_start_deltas, encode_zigzag, pack
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.trace.batch import renumbered
+from traceloom.trace.batch import update_event_rows
 from traceloom.trace.session import Session
 from traceloom.trace.trace import SCHEMAS, Trace
 from traceloom.trace.vocabulary import (
@@ -53,7 +53,7 @@ SCHEMA = {"name": pl.String, "time_ns": pl.Int64, "value": pl.Float64}
 _BUCKETS = 500
 
 
-def counters(trace: Trace) -> pl.DataFrame:
+def build_counters(trace: Trace) -> pl.DataFrame:
     """All curves of a trace: name, time_ns, value; ordered by curve and time."""
     curves = []
     for (kind, device), curve in analyze.memory(trace).curve.group_by("device_type", "device", maintain_order=True):
@@ -61,17 +61,23 @@ def counters(trace: Trace) -> pl.DataFrame:
         for column, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
             samples = curve.drop_nulls(column)
             value = (samples[column] / 1e6).to_numpy()
-            curves.append(_curve(f"{sanitize(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value))
-    return pl.concat([beside_memory(trace), *curves])
+            curves.append(
+                _build_curve(f"{sanitize(device_name)} memory {label} MB", samples["time_ns"].to_numpy(), value)
+            )
+    return pl.concat([build_non_memory_counters(trace), *curves])
 
 
-def beside_memory(trace: Trace) -> pl.DataFrame:
+def build_non_memory_counters(trace: Trace) -> pl.DataFrame:
     """The same without the curves of memory, which the page has from the report."""
     curves = [pl.DataFrame(schema=SCHEMA)]
     for (device,), work in trace.gpu_work().group_by("device", maintain_order=True):
         start = work["start_ns"].to_numpy()
-        curves.append(_curve(f"GPU {device} busy %", *busy(start, start + work["duration_ns"].clip(0).to_numpy())))
-        curves.append(_queue(trace, work, f"GPU {device} launches waiting"))
+        curves.append(
+            _build_curve(
+                f"GPU {device} busy %", *compute_busy_percent(start, start + work["duration_ns"].clip(0).to_numpy())
+            )
+        )
+        curves.append(_count_queued_launches(trace, work, f"GPU {device} launches waiting"))
     bandwidth = analyze.copies(trace).curve.select(
         name=pl.format("GPU {} {} GB/s", pl.col("device").fill_null(-1), "kind"),
         time_ns="time_ns",
@@ -83,11 +89,11 @@ def beside_memory(trace: Trace) -> pl.DataFrame:
     return pl.concat([*curves, bandwidth, recorded])
 
 
-def _curve(name: str, time_ns: Ints, value: NDArray[np.float64]) -> pl.DataFrame:
+def _build_curve(name: str, time_ns: Ints, value: NDArray[np.float64]) -> pl.DataFrame:
     return pl.DataFrame({"name": [name] * time_ns.size, "time_ns": time_ns, "value": value}, schema=SCHEMA)
 
 
-def busy(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float64]]:
+def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float64]]:
     """Per cent of each of 500 equal parts of the window in which at least one span runs; ends with 0.
 
     Args:
@@ -109,7 +115,7 @@ def busy(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float64]]:
     return edges, np.append(np.round(share, 1), 0.0)
 
 
-def _queue(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
+def _count_queued_launches(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
     """Launched and not yet begun: up at each launch, down at each start on the device."""
     launched = work.drop_nulls("launch")
     if not launched.height:
@@ -130,11 +136,11 @@ def _queue(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
     )  # fmt: skip
 
 
-LIMIT = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
+MAX_EVENTS = 1_000_000  # events; about 8 MB of page and 60 MB of browser memory
 _FACT_LENGTH = 300  # characters of one argument that are kept
-_SHORT = 60  # characters of a name on the canvas
+_MAX_NAME_WIDTH = 60  # characters of a name on the canvas
 _LANE_ORDER = {"device": 0, "device_annotation": 1, "device_sync": 2, "host": 3, "other": 4}
-_FACTS = {
+_EVENT_FACTS = {
     "tensors": {"shapes": "shapes", "types": "types", "concrete": "values"},
     "copies": {"kind": "direction", "bytes": "bytes", "source_memory": "from", "target_memory": "to"},
     "syncs": {"kind": "waits by", "stream": "stream", "awaited_stream": "awaited stream"},
@@ -151,8 +157,8 @@ _FACTS = {
         "peer": "peer",
     },
 }
-MOST_CURVES = 24  # of a rank; the file for Perfetto has all of them
-_POINTS = 600  # of a curve
+MAX_CURVES = 24  # of a rank; the file for Perfetto has all of them
+_MAX_CURVE_POINTS = 600  # of a curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +182,7 @@ def build(
     session: Session,
     communication: set[str],
     curves: list[CurveRow],
-    limit: int = LIMIT,
+    limit: int = MAX_EVENTS,
     *,
     path: CriticalPathValue | None = None,
     epoch_ns: int | None = None,
@@ -194,31 +200,31 @@ def build(
     shift = 0 if epoch_ns is None else session.epoch_ns - epoch_ns
     # All events of small traces; what is left is shared evenly by the large ones.
     sizes = [trace.events.height for trace in session.traces]
-    quota, left = [0] * len(sizes), limit
+    quota, remaining = [0] * len(sizes), limit
     for done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        quota[index] = min(sizes[index], left // (len(sizes) - done))
-        left -= quota[index]
+        quota[index] = min(sizes[index], remaining // (len(sizes) - done))
+        remaining -= quota[index]
     parts, positions, lanes, first = [], [], [], 0
     for number, (trace, share) in enumerate(zip(session.traces, quota, strict=True)):
-        table = _lanes(trace, number)
-        part = _ordered(trace, table, share)
+        table = _sort_lanes(trace, number)
+        part = _select_events(trace, table, share)
         position_of_event = np.full(trace.events.height + 1, 0, dtype=np.int64)
         position_of_event[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
         counts = dict(part.group_by("order").len().iter_rows())
-        shown = table.drop("lane", "order").to_dicts()
-        lanes += [{**row, "count": counts.get(position, 0)} for position, row in enumerate(shown)]
+        lane_rows = table.drop("lane", "order").to_dicts()
+        lanes += [{**row, "count": counts.get(position, 0)} for position, row in enumerate(lane_rows)]
         parts.append(part)
         positions.append(position_of_event)
         first += part.height
-    columns, tables = _columns(session, parts, positions, [lane["count"] for lane in lanes])
+    columns, tables = _build_columns(session, parts, positions, [lane["count"] for lane in lanes])
     # The labels of communication: kernels by name, annotations that have a collective.
-    named = {sanitize(name) for name in communication}
+    collective_names = {sanitize(name) for name in communication}
     for trace in session.traces:
         collectives = trace.events["name"].gather(trace.collectives["event"])
-        named.update(sanitize(name) for name in collectives.unique().to_list())
+        collective_names.update(sanitize(name) for name in collectives.unique().to_list())
     coded = {CATEGORIES.index(name) for name in (KERNEL, ANNOTATION, GPU_ANNOTATION, COLLECTIVE)}
     tables["communication"] = [
-        number for number, (name, code) in enumerate(tables["labels"]) if code in coded and name in named
+        number for number, (name, code) in enumerate(tables["labels"]) if code in coded and name in collective_names
     ]
     header = {
         "version": 1,
@@ -226,9 +232,9 @@ def build(
         "shift_ns": shift,
         "span_ns": max((t.end_ns for t in session.traces), default=0) - session.epoch_ns,
         "categories": list(CATEGORIES),
-        "ranks": [_rank(trace, session.epoch_ns, shift, curves) for trace in session.traces],
+        "ranks": [_build_rank(trace, session.epoch_ns, shift, curves) for trace in session.traces],
         "lanes": [lane for lane in lanes if lane["count"]],
-        "path": _path(session, lanes, path, shift),
+        "path": _build_path(session, lanes, path, shift),
         **tables,
     }
     missing: dict[str, int] = {}
@@ -240,7 +246,7 @@ def build(
     return TimelinePayload(pack(header, columns), first, omitted, f"{shift}-{shift + header['span_ns']}")
 
 
-def _path(
+def _build_path(
     session: Session, lanes: list[dict[str, Any]], path: CriticalPathValue | None, shift: int
 ) -> dict[str, Any] | None:
     """The critical path as [lane, start, end]; None where there is none, or where none of it is on a lane."""
@@ -248,9 +254,9 @@ def _path(
     for number, trace in enumerate(session.traces):
         ranks.setdefault(0 if trace.rank is None else trace.rank, number)
     keys = ("kind", "process", "thread", "device", "stream")
-    shown = [lane for lane in lanes if lane["count"]]
-    lane_numbers = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(shown)}
-    stretches = []
+    visible_lanes = [lane for lane in lanes if lane["count"]]
+    lane_numbers = {(lane["trace"], *(lane[key] for key in keys)): number for number, lane in enumerate(visible_lanes)}
+    segments = []
     last = max((trace.end_ns for trace in session.traces), default=0) - session.epoch_ns
     rows: Sequence[Cells] = path["stretches"] if path else ()
     for row in rows:
@@ -258,22 +264,22 @@ def _path(
         if lane is not None:
             start = row["start_ns"] - shift
             if start + row["duration_ns"] >= 0 and start <= last:
-                stretches.append([lane, start, start + row["duration_ns"]])
-    if path is None or not stretches:
+                segments.append([lane, start, start + row["duration_ns"]])
+    if path is None or not segments:
         return None
     return {
         "step": path["step"],
         "start": path["start_ns"] - shift,
         "end": path["start_ns"] - shift + path["window_ns"],
-        "stretches": stretches,
+        "stretches": segments,
     }
 
 
-def _lanes(trace: Trace, number: int) -> pl.DataFrame:
+def _sort_lanes(trace: Trace, number: int) -> pl.DataFrame:
     """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest first."""
     main = pl.col("process") == pl.col("thread")
-    of_gpu = (pl.col("kind") == "device") & pl.col("device").is_not_null()
-    label = pl.when(of_gpu).then(pl.format("{} · GPU {}", "name", "device")).otherwise(pl.col("name"))
+    is_gpu = (pl.col("kind") == "device") & pl.col("device").is_not_null()
+    label = pl.when(is_gpu).then(pl.format("{} · GPU {}", "name", "device")).otherwise(pl.col("name"))
     kind = pl.col("kind").cast(pl.String)
     return (
         trace.lanes.with_columns(
@@ -296,7 +302,7 @@ def _lanes(trace: Trace, number: int) -> pl.DataFrame:
     )
 
 
-def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
+def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
     """The kept events, lane by lane, with their facts.
 
     Kept are the most useful: GPU work, annotations and collectives first, Python frames last, long before short.
@@ -314,8 +320,8 @@ def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
         useful = pl.when(first).then(0).when(pl.col("category") == PYTHON).then(2).otherwise(1)
         events = events.sort(useful, -pl.col("duration_ns"), "event").head(share)
     # The arguments of an event as one text: key, unit separator, value, record separator, key, ...
-    frames = [_launch_facts(trace), _model_facts(trace)]
-    for name, facts in _FACTS.items():
+    frames = [_build_launch_facts(trace), _build_model_facts(trace)]
+    for name, facts in _EVENT_FACTS.items():
         frame: pl.DataFrame = getattr(trace, name)
         texts = [
             pl.lit(f"{title}\x1f")
@@ -337,10 +343,11 @@ def _ordered(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
     )
 
 
-def _launch_facts(trace: Trace) -> pl.DataFrame:
+def _build_launch_facts(trace: Trace) -> pl.DataFrame:
     """How the kernels were launched, as texts of facts: event, facts."""
     sizes = {
-        what: pl.format("{} × {} × {}", *(f"{what}_{axis}" for axis in "xyz")).alias(what) for what in ("grid", "block")
+        dimension: pl.format("{} × {} × {}", *(f"{dimension}_{axis}" for axis in "xyz")).alias(dimension)
+        for dimension in ("grid", "block")
     }
     values = {
         **sizes,
@@ -354,18 +361,18 @@ def _launch_facts(trace: Trace) -> pl.DataFrame:
     return rows.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
 
 
-def _model_facts(trace: Trace) -> pl.DataFrame:
+def _build_model_facts(trace: Trace) -> pl.DataFrame:
     """FLOPs and bytes of GPU work, as models of operators have them, as texts of facts: event, facts."""
-    work = modelled(trace)
+    work = select_modelled_work(trace)
     texts = []
-    for column, written in {"flops": units.flops, "bytes": units.size}.items():
+    for column, written in {"flops": units.format_flops, "bytes": units.format_size}.items():
         values = work[column].unique().drop_nulls()
-        words = pl.Series([f"modelled {column}\x1f{written(value)}" for value in values], dtype=pl.String)
-        texts.append(pl.col(column).replace_strict(values, words, default=None, return_dtype=pl.String))
+        fact_texts = pl.Series([f"modelled {column}\x1f{written(value)}" for value in values], dtype=pl.String)
+        texts.append(pl.col(column).replace_strict(values, fact_texts, default=None, return_dtype=pl.String))
     return work.select("event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts"))
 
 
-def _columns(
+def _build_columns(
     session: Session, parts: list[pl.DataFrame], positions: list[Ints], counts: list[int]
 ) -> tuple[dict[str, Ints], dict[str, Any]]:
     """The payload's columns, and the tables of texts that they point into."""
@@ -374,29 +381,31 @@ def _columns(
     duration = events["duration_ns"].to_numpy()
     clip = start + np.maximum(duration, 0) - (events["nested_end_ns"].to_numpy() - session.epoch_ns)
     unit = max(int(np.gcd.reduce([np.gcd.reduce(column) for column in (start, duration, clip)])), 1)
-    label, labels = _table(events, ["name", "category"])
-    fact, facts = _table(events, ["facts"])
+    label, labels = _encode_distinct(events, ["name", "category"])
+    fact, facts = _encode_distinct(events, ["facts"])
     correlation = events["correlation"]
     columns = {
-        "start": lane_steps(start // unit, counts),
-        "duration": zigzag(duration // unit),
-        "clip": zigzag(clip // unit),
+        "start": encode_start_deltas(start // unit, counts),
+        "duration": encode_zigzag(duration // unit),
+        "clip": encode_zigzag(clip // unit),
         "label": label - 1,
         "fact": fact,
-        "correlation": sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
-        "launch": _links("launch", parts, positions),
-        "forward": _links("forward", parts, positions),
+        "correlation": encode_sparse(correlation.fill_null(0).to_numpy(), correlation.is_not_null().to_numpy()),
+        "launch": _encode_links("launch", parts, positions),
+        "forward": _encode_links("forward", parts, positions),
     }
     codes = {name: code for code, name in enumerate(CATEGORIES)}
     return columns, {
         "unit_ns": unit,
         "labels": [[sanitize(name), codes[category]] for name, category in labels],
-        "short": {i: cut for i, (name, _) in enumerate(labels) if (cut := short(name, _SHORT)) != sanitize(name)},
+        "short": {
+            i: cut for i, (name, _) in enumerate(labels) if (cut := fit_name(name, _MAX_NAME_WIDTH)) != sanitize(name)
+        },
         "facts": [text for (text,) in facts],
     }
 
 
-def _links(column: str, parts: list[pl.DataFrame], positions: list[Ints]) -> Ints:
+def _encode_links(column: str, parts: list[pl.DataFrame], positions: list[Ints]) -> Ints:
     """References between events as positions in the payload; to an event that was left out: none."""
     targets = []
     for part, position_of_event in zip(parts, positions, strict=True):
@@ -404,10 +413,10 @@ def _links(column: str, parts: list[pl.DataFrame], positions: list[Ints]) -> Int
         has_target = row.is_not_null().to_numpy()
         targets.append(np.where(has_target, position_of_event[row.fill_null(0).to_numpy()], 0))
     target = np.concatenate(targets)
-    return sparse(target, target > 0)
+    return encode_sparse(target, target > 0)
 
 
-def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[Any, ...]]]:
+def _encode_distinct(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[Any, ...]]]:
     """Distinct values, the frequent ones first, and for each event the number of its value from 1 (0: null)."""
     distinct = (
         events.select(columns)
@@ -422,67 +431,67 @@ def _table(events: pl.DataFrame, columns: list[str]) -> tuple[Ints, list[tuple[A
     return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
 
 
-def _rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow]) -> dict[str, Any]:
+def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow]) -> dict[str, Any]:
     """What the timeline shows of a rank beside its events: steps, the memory curves and other curves."""
     memory = []
     for curve in curves:
         if curve["rank"] != trace.rank or not curve["time_ns"]:
             continue
-        shown = {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
+        curve_data = {key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")}
         if shift:  # times count from the chosen steps; what lies outside them is left out
             time = np.asarray(curve["time_ns"], dtype=np.int64) - shift
-            inside = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
-            shown["time_ns"] = time[inside].tolist()
-            shown["allocated_bytes"] = np.asarray(curve["allocated_bytes"])[inside].tolist()
-        memory.append(shown)
+            in_trace = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
+            curve_data["time_ns"] = time[in_trace].tolist()
+            curve_data["allocated_bytes"] = np.asarray(curve["allocated_bytes"])[in_trace].tolist()
+        memory.append(curve_data)
     steps = trace.steps.select("step", "name", pl.col("start_ns") - epoch_ns, pl.col("end_ns") - epoch_ns)
     return {
         "rank": trace.rank,
         "host": trace.meta.host,
         "steps": [list(row) for row in steps.iter_rows()],
         "memory": memory,
-        "curves": tracks(trace, epoch_ns),
+        "curves": build_tracks(trace, epoch_ns),
     }
 
 
-def tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
+def build_tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
     """The curves of one rank: name, time_ns (relative to the epoch), values; each at most about 600 points.
 
     A value holds from its time to the next. Curves that are 0 all the time are left out.
     """
     out = []
-    curves = beside_memory(trace).sort("time_ns", maintain_order=True)
+    curves = build_non_memory_counters(trace).sort("time_ns", maintain_order=True)
     for (name,), curve in sorted(curves.group_by("name"), key=lambda item: str(item[0][0])):
         time, value = curve["time_ns"].to_numpy() - epoch_ns, curve["value"].to_numpy()
         if not value.size or not value.any():
             continue
-        at = downsample_extremes(value, _POINTS)
-        shown = [float(f"{number:.4g}") for number in value[at].tolist()]
-        out.append({"name": sanitize(str(name)).strip(), "time_ns": time[at].tolist(), "values": shown})
-    return out[:MOST_CURVES]
+        positions = downsample_extremes(value, _MAX_CURVE_POINTS)
+        rounded_values = [float(f"{number:.4g}") for number in value[positions].tolist()]
+        out.append({"name": sanitize(str(name)).strip(), "time_ns": time[positions].tolist(), "values": rounded_values})
+    return out[:MAX_CURVES]
 
 
-def downsample_extremes(value: Floats, most: int) -> NDArray[np.int64]:
-    """Positions of the first, last, lowest and highest of equal stretches, ascending: at most about `most`."""
-    if value.size <= most:
+def downsample_extremes(value: Floats, limit: int) -> NDArray[np.int64]:
+    """Positions of the first, last, lowest and highest of equal stretches, ascending: at most about `limit`."""
+    if value.size <= limit:
         return np.arange(value.size)
-    width = -(-value.size * 4 // most)
+    width = -(-value.size * 4 // limit)
     rows = -(-value.size // width)
     padded = np.concatenate([value, np.full(rows * width - value.size, value[-1])]).reshape(rows, width)
     base = np.arange(rows) * width
-    places = [base, base + width - 1, base + padded.argmin(axis=1), base + padded.argmax(axis=1)]
-    return np.unique(np.minimum(np.concatenate(places), value.size - 1))
+    positions = [base, base + width - 1, base + padded.argmin(axis=1), base + padded.argmax(axis=1)]
+    return np.unique(np.minimum(np.concatenate(positions), value.size - 1))
 
 
-_PREFIX = "traceloom_"
+_METRIC_PREFIX = "traceloom_"
 # Of some hundred series those whose shape explains a timeline; the others are in the telemetry file.
-_DRAWN = (
+_SHOWN_METRICS = (
     "gpu_power_watts", "gpu_sm_active_ratio", "gpu_dram_active_ratio", "gpu_busy_ratio",
     "host_cpu_seconds_total", "host_network_bytes_total", "rdma_bytes_total", "host_disk_bytes_total",
     "process_cpu_seconds_total", "process_disk_bytes_total",
 )  # fmt: skip
 # A call as it is shown: the function first, and of its file what is not the place where packages, or programs, are.
-_SHORTER = (
+_NAME_REPLACEMENTS = (
     (r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/", ""),
     (r"^/.*/", ""),
     (r"^(.+?)\((\d+)\): (.+)$", "$3 ($1:$2)"),
@@ -491,7 +500,7 @@ _SPANS = {
     "name": pl.String, "start_ns": pl.Int64, "nested_end_ns": pl.Int64, "depth": pl.UInt16, "parent": pl.Int64,
     "lane": pl.UInt32,
 }  # fmt: skip
-_IDLE = ("idle", "iowait")
+_IDLE_MODES = ("idle", "iowait")
 _REFERENCES = ("parent", "op", "launch")
 
 
@@ -517,47 +526,51 @@ def add_overlay(session: Session) -> Session:
     for trace in session.traces:
         if trace.events.height:
             if trace.meta.host not in hosts:
-                trace = _with_telemetry(trace, session.telemetry)  # noqa: PLW2901
+                trace = _add_telemetry(trace, session.telemetry)  # noqa: PLW2901
             hosts.add(trace.meta.host)
-            of_rank = pl.col("rank").eq_missing(trace.rank)
-            trace = _with_allocations(trace, session.allocations.filter(of_rank))  # noqa: PLW2901
-            trace = _with_samples(trace, session.samples.filter(of_rank))  # noqa: PLW2901
+            is_rank = pl.col("rank").eq_missing(trace.rank)
+            trace = _add_allocations(trace, session.allocations.filter(is_rank))  # noqa: PLW2901
+            trace = _add_samples(trace, session.samples.filter(is_rank))  # noqa: PLW2901
         traces.append(trace)
     return replace(session, traces=tuple(traces))
 
 
-def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
+def _add_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
     spans = [
         (*span, len(trace.lanes) + lane)
         for lane, (_, rows) in enumerate(
             groupby(samples.select("thread", "time_ns", "period_ns", "stack").iter_rows(), key=itemgetter(0))
         )
-        for span in _spans((row[1:] for row in rows), trace.start_ns, trace.end_ns)
+        for span in _build_spans((row[1:] for row in rows), trace.start_ns, trace.end_ns)
     ]
     if not spans:
         return trace
-    of_spans = pl.DataFrame(spans, schema=_SPANS, orient="row")
-    for pattern, shorter in _SHORTER:
-        of_spans = of_spans.with_columns(pl.col("name").str.replace(pattern, shorter))
+    span_frame = pl.DataFrame(spans, schema=_SPANS, orient="row")
+    for pattern, shorter in _NAME_REPLACEMENTS:
+        span_frame = span_frame.with_columns(pl.col("name").str.replace(pattern, shorter))
     first = trace.events.height
     # A parent is the number of a span in its lane, from 0.
-    begins = of_spans.with_row_index("at").group_by("lane", maintain_order=True).agg(pl.col("at").min().alias("base"))
-    of_spans = of_spans.join(begins, on="lane", how="left", maintain_order="left").with_columns(
+    lane_bases = (
+        span_frame.with_row_index("at").group_by("lane", maintain_order=True).agg(pl.col("at").min().alias("base"))
+    )
+    span_frame = span_frame.join(lane_bases, on="lane", how="left", maintain_order="left").with_columns(
         parent=(pl.col("parent") + pl.col("base").cast(pl.Int64) + first).cast(pl.UInt32),
         category=pl.lit(OTHER), duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
     )  # fmt: skip
     schema = SCHEMAS["events"]
-    added = of_spans.select(
-        (pl.col(name) if name in of_spans.columns else pl.lit(None)).cast(kind).alias(name)
+    added = span_frame.select(
+        (pl.col(name) if name in span_frame.columns else pl.lit(None)).cast(kind).alias(name)
         for name, kind in schema.items()
     ).with_columns(event=pl.int_range(first, first + pl.len(), dtype=pl.UInt32))
     events = pl.concat([trace.events, added])
     order = np.argsort(events["start_ns"].to_numpy(), kind="stable")  # those of the trace keep their order
     row = np.empty(events.height, dtype=np.int64)
     row[order] = np.arange(events.height)
-    events = renumbered(events[order].with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32)), row, _REFERENCES)
+    events = update_event_rows(
+        events[order].with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32)), row, _REFERENCES
+    )
     frames: dict[str, Any] = {
-        name: renumbered(frame, row, ("event",))
+        name: update_event_rows(frame, row, ("event",))
         for name, frame in trace.frames().items()
         if name != "events" and "event" in frame.columns
     }
@@ -565,13 +578,13 @@ def _with_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
         nowhere = added.select("event", offset=pl.lit(0, pl.Int64), length=pl.lit(0, pl.Int32))
         sources = pl.concat([trace.sources, nowhere])[order]
         frames["sources"] = sources.with_columns(event=pl.int_range(pl.len(), dtype=pl.UInt32))
-    frames["flows"] = renumbered(trace.flows, row, ("source", "target"))
-    frames["allocations"] = renumbered(trace.allocations, row, ("op",))
-    lanes = _overlay_lanes(samples, of_spans, len(trace.lanes))
+    frames["flows"] = update_event_rows(trace.flows, row, ("source", "target"))
+    frames["allocations"] = update_event_rows(trace.allocations, row, ("op",))
+    lanes = _build_overlay_lanes(samples, span_frame, len(trace.lanes))
     return replace(trace, events=events, lanes=pl.concat([trace.lanes, lanes]), **frames)
 
 
-def _spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: int) -> list[_Span]:
+def _build_spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: int) -> list[_Span]:
     """Calls from the samples of a thread (time, period, stack), in order of their start, between two times.
 
     A call goes on for as long as it is seen in sample after sample with the same callers.
@@ -598,7 +611,7 @@ def _spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: int) -
     return spans
 
 
-def _overlay_lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int) -> pl.DataFrame:
+def _build_overlay_lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int) -> pl.DataFrame:
     counted = spans.group_by("lane").agg(
         events=pl.len(), busy_ns=pl.col("duration_ns").filter(pl.col("depth") == 0).sum()
     )
@@ -616,16 +629,16 @@ def _overlay_lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int) -> pl
     )
 
 
-def _with_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
+def _add_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
     hosts = telemetry["host"].unique().to_list()
-    own = telemetry if len(hosts) == 1 else telemetry.filter(pl.col("host") == (trace.meta.host or ""))
-    chosen = own.filter(pl.col("metric").is_in([_PREFIX + name for name in _DRAWN]))
+    host_telemetry = telemetry if len(hosts) == 1 else telemetry.filter(pl.col("host") == (trace.meta.host or ""))
+    selected = host_telemetry.filter(pl.col("metric").is_in([_METRIC_PREFIX + name for name in _SHOWN_METRICS]))
     curves = []
-    for (metric, labels, kind), curve in chosen.group_by("metric", "labels", "kind", maintain_order=True):
+    for (metric, labels, kind), curve in selected.group_by("metric", "labels", "kind", maintain_order=True):
         values = msgspec.json.decode(str(labels), type=dict[str, str])
-        if values.get("mode") in _IDLE or values.get("interface") == "lo":
+        if values.get("mode") in _IDLE_MODES or values.get("interface") == "lo":
             continue
-        name = str(metric).removeprefix(_PREFIX)
+        name = str(metric).removeprefix(_METRIC_PREFIX)
         curve = curve.unique("time_ns", keep="last", maintain_order=True)  # noqa: PLW2901
         if kind == "counter":
             # What grew between two readings is known at the second; a value holds from its time on.
@@ -633,19 +646,19 @@ def _with_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
             curve = curve.with_columns(value=rate).drop_nulls("value").filter(pl.col("value") >= 0)  # noqa: PLW2901
             name = name.removesuffix("_total") + "/s"
         curves.append((name, " ".join(values.values()), curve))
-    return _with_counters(trace, curves)
+    return _add_counters(trace, curves)
 
 
-def _with_allocations(trace: Trace, allocations: pl.DataFrame) -> Trace:
+def _add_allocations(trace: Trace, allocations: pl.DataFrame) -> Trace:
     """The bytes that each allocator has given out: as it says itself, else since the recording began."""
     curves = []
     for (device,), events in allocations.group_by("device_name", maintain_order=True):
         value = pl.coalesce("allocated_bytes", pl.col("bytes").cum_sum()).cast(pl.Float64).alias("value")
         curves.append(("allocated_bytes", str(device), events.select("time_ns", value)))
-    return _with_counters(trace, curves)
+    return _add_counters(trace, curves)
 
 
-def _with_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) -> Trace:
+def _add_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) -> Trace:
     """The trace with curves (name, key, values by time) among its counters, cut to its time."""
     added = []
     for name, key, curve in curves:
@@ -655,8 +668,8 @@ def _with_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) ->
             .tail(1)
             .with_columns(time_ns=pl.lit(trace.start_ns, dtype=pl.Int64))
         )
-        inside = pl.concat([before, curve.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))])
-        added.append(inside.select("time_ns", "value", name=pl.lit(name), key=pl.lit(key)))
+        in_trace = pl.concat([before, curve.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))])
+        added.append(in_trace.select("time_ns", "value", name=pl.lit(name), key=pl.lit(key)))
     if not added:
         return trace
     rows = pl.concat(added)

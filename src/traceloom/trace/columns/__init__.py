@@ -8,7 +8,7 @@ something else, the path of its rows in the document and the name (`copies.kinds
 from __future__ import annotations
 
 from traceloom.trace.columns import device, run, workload
-from traceloom.trace.frames import NO_DEVICE, NO_GROUP, NO_MESSAGE, NO_RANK, NO_SIZE, NO_STEP, per_step
+from traceloom.trace.frames import NO_DEVICE, NO_GROUP, NO_MESSAGE, NO_RANK, NO_SIZE, NO_STEP, declare_per_step
 from traceloom.trace.frames import UNITS as UNITS
 from traceloom.trace.frames import Column as Column
 
@@ -96,7 +96,7 @@ TIMES: dict[str, Column] = {
     "low_ns": Column("time", "From", "least duration in the bin"),
     "high_ns": Column("time", "Below", "durations in the bin are below it", "the last bin has no upper bound"),
     "roofline_ns": Column("time", "At the peaks", "time that its FLOPs or bytes need at the peaks of the device"),
-    **per_step("exclusive_ns", "time", "exclusive time"),
+    **declare_per_step("exclusive_ns", "time", "exclusive time"),
 }
 
 COUNTS: dict[str, Column] = {
@@ -114,7 +114,7 @@ COUNTS: dict[str, Column] = {
     "free_count": Column("count", "Frees", "blocks freed in the recording"),
     "short_count": Column("count", "Short", "kernels shorter than their launch call"),
     "graph_work_count": Column("count", "In graphs", "pieces of GPU work of graph launches"),
-    **per_step("call_count", "count", "calls", "Calls"),
+    **declare_per_step("call_count", "count", "calls", "Calls"),
 }
 
 AMOUNTS: dict[str, Column] = {
@@ -137,34 +137,34 @@ COLUMNS: dict[str, Column] = {
     **TIMES,
     **COUNTS,
     **AMOUNTS,
-    **run.HEAD,
-    **run.RANKS,
-    **run.CORE,
-    **run.FINDINGS,
-    **device.WORK,
-    **device.PATH,
-    **device.LAUNCHES,
-    **device.ROOFLINE,
-    **run.HOST,
-    **run.SERVING,
-    **device.COLLECTIVE,
-    **device.ACROSS,
-    **run.MEMORY,
+    **run.HEADER_COLUMNS,
+    **run.RANK_COLUMNS,
+    **run.SECTION_COLUMNS,
+    **run.FINDING_COLUMNS,
+    **device.GPU_WORK_COLUMNS,
+    **device.CRITICAL_PATH_COLUMNS,
+    **device.LAUNCH_COLUMNS,
+    **device.ROOFLINE_COLUMNS,
+    **run.HOST_COLUMNS,
+    **run.INFERENCE_COLUMNS,
+    **device.COLLECTIVE_COLUMNS,
+    **device.ACROSS_RANKS_COLUMNS,
+    **run.MEMORY_COLUMNS,
     **workload.REPLAY,
     **workload.SIMULATION,
 }
 
 
-def column(name: str, path: str = "") -> Column:
+def find_column(name: str, path: str = "") -> Column:
     """The declaration of a column: the most specific one, of the rows at `path` or of those around them, else of all.
 
     Raises:
         KeyError: there is none.
     """
-    at = path
-    while at and f"{at}.{name}" not in COLUMNS:
-        at = at.rpartition(".")[0]
-    declared = COLUMNS.get(f"{at}.{name}" if at else name)
+    prefix = path
+    while prefix and f"{prefix}.{name}" not in COLUMNS:
+        prefix = prefix.rpartition(".")[0]
+    declared = COLUMNS.get(f"{prefix}.{name}" if prefix else name)
     if declared is None:
         raise KeyError(f"no column `{name}` of `{path}` is declared in traceloom.model.columns")
     return declared

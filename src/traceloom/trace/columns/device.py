@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from traceloom.trace.frames import NO_KIND, NO_RANK, NO_SIZE, Column, per_step, times
+from traceloom.trace.frames import NO_KIND, NO_RANK, NO_SIZE, Column, declare_per_step, declare_times
 
-WORK: dict[str, Column] = {
+GPU_WORK_COLUMNS: dict[str, Column] = {
     "per_step.kernels.name": Column("name", "Name", "name of the kernel, copy or fill"),
     "per_step.operators.name": Column("name", "Name", "name of the operator"),
-    **per_step("per_step.total_ns", "time", "summed duration of such GPU work launched in a step"),
-    **per_step("per_step.self_ns", "time", "host time in the operator itself"),
+    **declare_per_step("per_step.total_ns", "time", "summed duration of such GPU work launched in a step"),
+    **declare_per_step("per_step.self_ns", "time", "host time in the operator itself"),
     "kinds.kind": Column("text", "Kind", "kind of work: gemm, attention, elementwise, copy, ..."),
     "kinds.fraction": Column("share", "Share", "of all summed durations"),
     "kinds.exclusive_ns": Column(
@@ -47,7 +47,7 @@ WORK: dict[str, Column] = {
     "kernel_shapes.mean_ns": Column("time", "Mean", "of one piece of work"),
     "kernel_shapes.min_ns": Column("time", "Min", "shortest piece of work"),
     "kernel_shapes.max_ns": Column("time", "Max", "longest piece of work"),
-    **per_step("kernel_shapes.total_ns", "time", "summed durations"),
+    **declare_per_step("kernel_shapes.total_ns", "time", "summed durations"),
     "row_count": Column("count", "Rows", "rows that stand in the table"),
     "rest_count": Column("count", "More rows", "rows that are left out"),
     "rest_ns": Column("time", "Left out", "time of the rows that are left out"),
@@ -67,9 +67,9 @@ WORK: dict[str, Column] = {
     "bytes_per_s": Column("byte_rate", "Bandwidth", "bytes over summed time of the timed copies; 1 GB is 10^9 bytes"),
     "min_bytes_per_s": Column("byte_rate", "Slowest", "bandwidth of the slowest copy"),
     "max_bytes_per_s": Column("byte_rate", "Fastest", "bandwidth of the fastest copy"),
-    **per_step("copies.call_count", "count", "copies", "Copies"),
-    **per_step("copies.copied_bytes", "bytes", "bytes", "Bytes"),
-    **per_step("copies.total_ns", "time", "summed durations", "Time"),
+    **declare_per_step("copies.call_count", "count", "copies", "Copies"),
+    **declare_per_step("copies.copied_bytes", "bytes", "bytes", "Bytes"),
+    **declare_per_step("copies.total_ns", "time", "summed durations", "Time"),
     "counters.series.source": Column("text", "Of", "process or device that the counter is of"),
     "counter": Column("name", "Counter", "name of the counter"),
     "samples": Column("count", "Samples", "values recorded"),
@@ -86,7 +86,7 @@ WORK: dict[str, Column] = {
     "counters.ranges.absent": Column("text", "Not read", "why the counters could not be read"),
 }
 
-PATH: dict[str, Column] = {
+CRITICAL_PATH_COLUMNS: dict[str, Column] = {
     "critical_path.step": Column("count", "Step", "number of the step whose path it is"),
     "critical_path.start_ns": Column("time", "From", "start of the step, after `epoch_ns`"),
     "critical_path.window_ns": Column("time", "Length", "duration of the step; what the path adds up to"),
@@ -147,10 +147,12 @@ PATH: dict[str, Column] = {
     "wait_name": Column("text", "Wait", "name of the wait, or of the call that asked for it"),
 }
 
-LAUNCHES: dict[str, Column] = {
-    **times("delay", "Delay", "from the end of the launch call to the start of its work"),
-    **times("span", "Span", "from the start of the launch call to the start of its work"),
-    **times("latency", "Latency", "start of the work after its call and all earlier work of the stream have ended"),
+LAUNCH_COLUMNS: dict[str, Column] = {
+    **declare_times("delay", "Delay", "from the end of the launch call to the start of its work"),
+    **declare_times("span", "Span", "from the start of the launch call to the start of its work"),
+    **declare_times(
+        "latency", "Latency", "start of the work after its call and all earlier work of the stream have ended"
+    ),
     "unknown_count": Column("count", "Unknown", "work whose launch is not recorded"),
     "early_count": Column("count", "Early", "work that seems to start before its launch call returned"),
     "late_count": Column("count", "Late", "latency of 100 µs and more"),
@@ -189,11 +191,11 @@ LAUNCHES: dict[str, Column] = {
     "short_ns": Column("time", "Kernels", "summed durations of the short kernels"),
     "launches.short.call_ns": Column("time", "Calls", "the calls that launched them"),
     "launches.short.kernel_ns": Column("time", "All kernels", "summed durations of all kernels of this name"),
-    **per_step("launches.launch_count", "count", "launches", "Launches"),
-    **per_step("launches.work_count", "count", "pieces of GPU work", "Work"),
-    **per_step("launches.call_ns", "time", "host time in launch calls", "In calls"),
-    **per_step("launches.short_count", "count", "kernels shorter than their launch call", "Short kernels"),
-    **per_step("launches.held_ns", "time", "time that full queues held launch calls up", "Held up"),
+    **declare_per_step("launches.launch_count", "count", "launches", "Launches"),
+    **declare_per_step("launches.work_count", "count", "pieces of GPU work", "Work"),
+    **declare_per_step("launches.call_ns", "time", "host time in launch calls", "In calls"),
+    **declare_per_step("launches.short_count", "count", "kernels shorter than their launch call", "Short kernels"),
+    **declare_per_step("launches.held_ns", "time", "time that full queues held launch calls up", "Held up"),
     "launches.steps.step_count": Column("count", "Steps", "whole steps"),
     "graph": Column("count", "Graph", "number of the graph"),
     "graph_id": Column("count", "Id", "the recorder's id of the graph", "the recorder does not write graph ids"),
@@ -239,15 +241,17 @@ LAUNCHES: dict[str, Column] = {
     "names": Column("name", "Kernels in order", "names of its pieces of work, in order"),
     "fusible_count": Column("count", "Fusible", "kernels fewer, if each elementwise sequence were one kernel"),
     "patterns.ranks.sequence": Column("count", "Sequence", "number of the sequence"),
-    **per_step("patterns.call_count", "count", "times", unknown="it does not occur inside a whole step"),
+    **declare_per_step("patterns.call_count", "count", "times", unknown="it does not occur inside a whole step"),
     "patterns.mean_call_count": Column(
         "number", "Per step", "times per whole step", "it does not occur inside a whole step"
     ),
-    **per_step("patterns.span_ns", "time", "first start to last end", unknown="it does not occur inside a whole step"),
+    **declare_per_step(
+        "patterns.span_ns", "time", "first start to last end", unknown="it does not occur inside a whole step"
+    ),
     "patterns.step_count": Column("count", "Steps", "whole steps with it", "it does not occur inside a whole step"),
 }
 
-ROOFLINE: dict[str, Column] = {
+ROOFLINE_COLUMNS: dict[str, Column] = {
     "roofline.operators.name": Column("name", "Operator", "name of the operator"),
     "roofline.operators.count": Column("count", "Calls", "how often it was called"),
     "roofline.operators.total_ns": Column(
@@ -299,7 +303,7 @@ ROOFLINE: dict[str, Column] = {
     "timed_on": Column("text", "Timed on", "what times are of: gpu, host, or nothing"),
 }
 
-COLLECTIVE: dict[str, Column] = {
+COLLECTIVE_COLUMNS: dict[str, Column] = {
     "collectives.kind": Column("text", "Kind", "all_reduce, all_gather, ...", NO_KIND),
     "collectives.call_count": Column("count", "Calls", "calls of all recorded ranks"),
     "collectives.total_ns": Column("time", "Total", "over all recorded ranks, waiting for others included"),
@@ -313,7 +317,7 @@ COLLECTIVE: dict[str, Column] = {
     "bus_gb_per_s": Column("number", "Bus GB/s", "bus bandwidth over the whole duration, in 10^9 bytes per second"),
     "link": Column("text", "Link", "link that the group communicates over"),
     "link_fraction": Column("share", "Of link", "of the link's peak in one direction"),
-    **per_step("step_ns", "time", "of one rank in one whole step", unknown="it occurs in no whole step"),
+    **declare_per_step("step_ns", "time", "of one rank in one whole step", unknown="it occurs in no whole step"),
     "collectives.calls.device": Column("count", "GPU", "number of the GPU in its process", "it runs on the host"),
     "collectives.calls.stream": Column("count", "Stream", "number of the stream", "it runs on the host"),
     "collectives.calls.duration_ns": Column("time", "Duration", "of the call, waiting for others included"),
@@ -355,7 +359,7 @@ COLLECTIVE: dict[str, Column] = {
     "omitted_cell_count": Column("count", "Left out", "pairs of ranks with the least bytes that are left out"),
 }
 
-ACROSS: dict[str, Column] = {
+ACROSS_RANKS_COLUMNS: dict[str, Column] = {
     "across_ranks.collective_count": Column("count", "Collectives", "collectives joined over ranks"),
     "collective_ns": Column("time", "Collectives", "summed time of all ranks in joined collectives"),
     "across_ranks.wait_ns": Column("time", "Waits", "of all ranks"),
@@ -469,7 +473,7 @@ ACROSS: dict[str, Column] = {
     "pipeline.stages.step_count": Column("count", "Steps", "steps that are looked at"),
     "mean_window_ns": Column("time", "Step", "from the first to the last compute of the pipeline"),
     "mean_compute_ns": Column("time", "Compute", "per step"),
-    **per_step("bubble_ns", "time", "time with nothing to compute", "Bubble per step"),
+    **declare_per_step("bubble_ns", "time", "time with nothing to compute", "Bubble per step"),
     "bubble_fraction": Column("share", "Bubble", "of the step of its pipeline"),
     "pipeline.window_ns": Column("time", "Step", "from the first to the last compute of the pipeline"),
     "pipeline.step": Column("count", "Step", "number of the step", "the traces mark no steps"),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from traceloom.trace.frames import NO_KIND, NO_MESSAGE, NO_RANK, Column, per_step, times
+from traceloom.trace.frames import NO_KIND, NO_MESSAGE, NO_RANK, Column, declare_per_step, declare_times
 
-_NO_BACKWARD = "no backward pass was recorded, or its operators are not linked to their forward"
-_NO_STEPS = "the trace holds no whole step, or the region is in none"
-_NOTICE = {
+_NO_BACKWARD_REASON = "no backward pass was recorded, or its operators are not linked to their forward"
+_NO_STEPS_REASON = "the trace holds no whole step, or the region is in none"
+_NOTICE_COLUMNS = {
     "count": Column("count", "Count", "how often it occurs"),
     "rank": Column("count", "Rank", "rank that the notice is about", "the notice is about the whole run"),
     "where": Column("text", "Where", "file, line or event that it is about"),
 }
-_WITH_NOTICES = ("", "across_ranks.", "memory_json.", "simulation_json.", "replay_json.")
+_NOTICE_PATH_PREFIXES = ("", "across_ranks.", "memory_json.", "simulation_json.", "replay_json.")
 
-HEAD: dict[str, Column] = {
+HEADER_COLUMNS: dict[str, Column] = {
     "format": Column("text", "Format", "name of the document format"),
     "version": Column("count", "Version", "version of the document format"),
     "traceloom": Column("text", "Traceloom", "version of the program that wrote the document"),
@@ -38,7 +38,11 @@ HEAD: dict[str, Column] = {
     "slug": Column("text", "Notice", "stable name, an anchor in the reference of messages"),
     "severity": Column("text", "Severity", "how grave it is"),
     "message": Column("name", "Says", "what is the matter, in a sentence"),
-    **{f"{above}notices.{key}": declared for above in _WITH_NOTICES for key, declared in _NOTICE.items()},
+    **{
+        f"{above}notices.{key}": declared
+        for above in _NOTICE_PATH_PREFIXES
+        for key, declared in _NOTICE_COLUMNS.items()
+    },
     "notices.affects.part": Column("text", "Part", "key, or path, in this document"),
     "notices.affects.how": Column("text", "How", "in which way this part is weaker"),
     "absent.path": Column("text", "Path", "JSON path of what is null or empty; [*] is any entry"),
@@ -51,7 +55,7 @@ HEAD: dict[str, Column] = {
     "command": Column("text", "Command", "command line that reports this run alone"),
 }
 
-RANKS: dict[str, Column] = {
+RANK_COLUMNS: dict[str, Column] = {
     "ranks.rank": Column("count", "Rank", "rank of the process in the job", NO_RANK),
     "ranks.path": Column("name", "File", "path of the file"),
     "ranks.start_ns": Column("time", "At", "start of the first event, after `epoch_ns`"),
@@ -87,7 +91,7 @@ RANKS: dict[str, Column] = {
     "ranks.gpu_account.devices.window_ns": Column("time", "Window", "what the parts of the account add up to"),
 }
 
-CORE: dict[str, Column] = {
+SECTION_COLUMNS: dict[str, Column] = {
     "kernels.name": Column("name", "Name", "name of the kernel, copy or fill"),
     "kernels.kind": Column("text", "Kind", "kernel, copy or fill"),
     "kernels.count": Column("count", "Count", "how often it ran"),
@@ -114,7 +118,7 @@ CORE: dict[str, Column] = {
     ),
     "modules.kernel_count": Column("count", "Kernels", "kernels of its forward pass"),
     **{
-        f"modules.{part}_{name}": Column(unit, title, f"{what} {of}", _NO_BACKWARD)
+        f"modules.{part}_{name}": Column(unit, title, f"{what} {of}", _NO_BACKWARD_REASON)
         for part, of in (
             ("backward", "of the backward pass of its operators"),
             ("recompute", "of forward work that activation checkpointing repeats"),
@@ -127,10 +131,16 @@ CORE: dict[str, Column] = {
             ("kernel_count", "count", "Kernels", "kernels"),
         )
     },
-    "modules.recompute_count": Column("count", "Repeated", "calls that activation checkpointing repeats", _NO_BACKWARD),
-    **per_step("modules.all_host_ns", "time", "host time of forward, backward and repeated work", unknown=_NO_STEPS),
-    **per_step("modules.all_device_ns", "time", "GPU work of forward, backward and repeated work", unknown=_NO_STEPS),
-    "modules.step_count": Column("count", "Steps", "whole steps in which the region occurs", _NO_STEPS),
+    "modules.recompute_count": Column(
+        "count", "Repeated", "calls that activation checkpointing repeats", _NO_BACKWARD_REASON
+    ),
+    **declare_per_step(
+        "modules.all_host_ns", "time", "host time of forward, backward and repeated work", unknown=_NO_STEPS_REASON
+    ),
+    **declare_per_step(
+        "modules.all_device_ns", "time", "GPU work of forward, backward and repeated work", unknown=_NO_STEPS_REASON
+    ),
+    "modules.step_count": Column("count", "Steps", "whole steps in which the region occurs", _NO_STEPS_REASON),
     "communication.collectives.kind": Column("text", "Kind", "all_reduce, all_gather, ...", NO_KIND),
     "communication.collectives.group_description": Column("text", "For", "description of the group", "it has none"),
     "communication.collectives.bytes": Column("bytes", "Bytes", "sum of the sizes of the messages", NO_MESSAGE),
@@ -165,7 +175,7 @@ CORE: dict[str, Column] = {
     "data_loading.spent.ns": Column("time", "Time", "time of the wait spent on it"),
 }
 
-FINDINGS: dict[str, Column] = {
+FINDING_COLUMNS: dict[str, Column] = {
     "findings.slug": Column("text", "Finding", "stable name of the rule"),
     "findings.title": Column("text", "Finding", "what is the matter"),
     "findings.severity": Column("text", "Severity", "high, medium or low"),
@@ -226,7 +236,7 @@ FINDINGS: dict[str, Column] = {
     "findings_ground.abstentions.slug": Column("text", "Rule", "stable name of a rule that was skipped"),
 }
 
-HOST: dict[str, Column] = {
+HOST_COLUMNS: dict[str, Column] = {
     "flame.busy_ns": Column("time", "Busy", "time in which anything is recorded on the host threads"),
     "gpu_work_ns": Column("time", "GPU work", "summed duration of the GPU work"),
     "tree_rank": Column("count", "Rank", "rank whose call stacks `tree` shows", NO_RANK),
@@ -237,7 +247,7 @@ HOST: dict[str, Column] = {
     "flame.total_ns": Column("time", "Total", "with what it calls; calls of itself count once"),
     "flame.device_ns": Column("time", "GPU", "GPU work launched in it or in what it calls"),
     "main_self_ns": Column("time", "On main", "time in which it is innermost on the main thread"),
-    **per_step("flame.self_ns", "time", "time in which it is innermost", "Self per step"),
+    **declare_per_step("flame.self_ns", "time", "time in which it is innermost", "Self per step"),
     "blocked_ns": Column("time", "Blocked", "host time in the calls"),
     "blocking_calls.kind": Column("text", "Kind", "what the call waits for: item, copy_to_host, synchronize, ..."),
     "call": Column("text", "Call", "name of the call"),
@@ -254,7 +264,7 @@ HOST: dict[str, Column] = {
         "time without GPU work from the return to the next work or wait",
         "no GPU work was recorded",
     ),
-    **per_step("blocked_ns", "time", "host time in the calls"),
+    **declare_per_step("blocked_ns", "time", "host time in the calls"),
     "threads.threads.name": Column("text", "Thread", "name of the thread"),
     "threads.threads.role": Column("name", "What for", "what the thread is for", "no recorded event says it"),
     "says": Column("text", "Told by", "name on the thread that tells its role", "no single name says it"),
@@ -291,7 +301,7 @@ HOST: dict[str, Column] = {
     "backward_device_ns": Column(
         "time", "Backward GPU", "of its graphs", "no backward operator is linked to its forward"
     ),
-    **per_step("host_ns", "time", "host time in it"),
+    **declare_per_step("host_ns", "time", "host time in it"),
     "compile.graphs.name": Column("name", "Graph", "name of the compiled graph"),
     "compile.breaks.region": Column("text", "In", "region whose graph breaks"),
     "compile.breaks.count": Column("count", "Count", "how often it broke there"),
@@ -312,7 +322,7 @@ HOST: dict[str, Column] = {
     "compile.uncompiled.name": Column("name", "Operator", "name of the operator"),
 }
 
-SERVING: dict[str, Column] = {
+INFERENCE_COLUMNS: dict[str, Column] = {
     "checked": Column("text", "Checked", "whether the recording can tell"),
     "anti_patterns.job.rank_count": Column("count", "Ranks", "in which it was found"),
     "match_count": Column("count", "Matches", "how often it was found"),
@@ -358,7 +368,7 @@ SERVING: dict[str, Column] = {
     "total_gpu_ns": Column("time", "GPU in all", "GPU time of all these steps"),
     "gpu_fraction": Column("share", "Of GPU time", "of the GPU time of all steps"),
     "mean_requests": Column("number", "Requests", "mean number of requests in a step"),
-    **times("between", "Between tokens", "from the end of one generating step's work to the next one's"),
+    **declare_times("between", "Between tokens", "from the end of one generating step's work to the next one's"),
     "inference.rates.what": Column("text", "What", "what is counted: tokens or samples"),
     "inference.rates.count": Column("count", "Count", "how many in the window"),
     "inference.rates.window_ns": Column("time", "In", "from the first start to the last end of steps and their work"),
@@ -377,7 +387,7 @@ SERVING: dict[str, Column] = {
     "mapped_fraction": Column("share", "Mapped", "share of the time of graph replays that has an operator"),
 }
 
-MEMORY: dict[str, Column] = {
+MEMORY_COLUMNS: dict[str, Column] = {
     "memory_owners.device": Column("count", "GPU", "number of the device; negative where there is one only"),
     "memory_owners.end_bytes": Column("bytes", "End", "bytes held at the end of the recording"),
     "memory_owners.name": Column("name", "Module", "name of the module"),

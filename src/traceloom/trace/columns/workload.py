@@ -5,7 +5,7 @@ from __future__ import annotations
 from traceloom.trace.frames import Column
 
 _UNMEASURED = "the workload holds no measured times"
-_KEPT = "the device is the recorded one"
+_RECORDED_DEVICE = "the device is the recorded one"
 
 SIMULATION: dict[str, Column] = {
     f"simulation_json.{key}": declared
@@ -23,8 +23,10 @@ SIMULATION: dict[str, Column] = {
         "trusted": Column("text", "Trusted", "whether the graph explains the measurement within 2 %", _UNMEASURED),
         "before_ns": Column("time", "Before", "on the recorded machine", "the mode simulates no other machine"),
         "after_ns": Column("time", "After", "on the machine"),
-        "low_ns": Column("time", "At least", "with work as short as the rules for another device allow", _KEPT),
-        "high_ns": Column("time", "At most", "with work as long as they allow", _KEPT),
+        "low_ns": Column(
+            "time", "At least", "with work as short as the rules for another device allow", _RECORDED_DEVICE
+        ),
+        "high_ns": Column("time", "At most", "with work as long as they allow", _RECORDED_DEVICE),
         "ranks.rank": Column("count", "Rank", "number of the rank"),
         "ranks.before_ns": Column(
             "time", "Before", "end of its last node on the recorded machine", "the mode simulates no other machine"
@@ -96,7 +98,7 @@ SIMULATION: dict[str, Column] = {
 }
 
 _UNTIMED = "no timed step is recorded"
-_A_PART = "no timed step is recorded, or a part of one is replayed"
+_PARTIAL_REPLAY = "no timed step is recorded, or a part of one is replayed"
 _NO_CPU = "the recording does not say, or a part of a step is replayed"
 _NO_GPU = "one of the sides launched no GPU work, or its GPU work was not recorded"
 _NO_WORK = "they launched no GPU work, or it was not recorded"
@@ -127,9 +129,9 @@ REPLAY: dict[str, Column] = {
         "whole.rank": Column("count", "Rank", "number of the rank"),
         "whole.step_count": Column("count", "Steps", "timed steps that the recorded times are medians of"),
         "whole.pass_count": Column("count", "Passes", "passes that the replayed times are medians of"),
-        "whole.recorded_ns": Column("time", "Recorded", "a timed step, median", _A_PART),
+        "whole.recorded_ns": Column("time", "Recorded", "a timed step, median", _PARTIAL_REPLAY),
         "whole.replayed_ns": Column("time", "Replayed", "a pass, median"),
-        "whole.ratio": Column("number", "Ratio", "replayed over recorded", _A_PART),
+        "whole.ratio": Column("number", "Ratio", "replayed over recorded", _PARTIAL_REPLAY),
         "whole.recorded_cpu_ns": Column("time", "CPU recorded", "processor time of the process in a step", _NO_CPU),
         "whole.replayed_cpu_ns": Column("time", "CPU replayed", "processor time of the process in a pass"),
         "whole.cpu_ratio": Column("number", "CPU ratio", "replayed over recorded processor time", _NO_CPU),

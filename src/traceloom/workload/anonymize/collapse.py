@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Spans, difference, union
+from traceloom.analyze.intervals import Spans, merge_intervals, subtract_spans
 from traceloom.formats.chakra.et_pb2 import AttributeProto, NodeType
 from traceloom.formats.chakra.files import EtReader
 from traceloom.trace import vocabulary as cat
@@ -27,11 +27,11 @@ from traceloom.trace.trace import Trace
 from traceloom.workload.anonymize.names import COMMUNICATION, LOADING, STEP
 
 FUSED = "host_work"
-_PIECE = 4096
+_BATCH_EVENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedThread:
     """The fused operators of one thread.
 
     Attributes:
@@ -44,66 +44,86 @@ class Fused:
     spans: Spans
 
 
-def fused(trace: Trace) -> list[Fused]:
+def merge_host_work(trace: Trace) -> list[FusedThread]:
     """For each host thread the time inside operators, without launches and communication, which stay events."""
     host = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
     events = trace.events.select("lane", "name", "category", "start_ns", "nested_end_ns")
     steps = pl.col("name").is_in(trace.steps["name"].unique().implode())
     out = []
     for lane, process, thread in host.iter_rows():
-        of_lane = events.filter(pl.col("lane") == lane)
+        lane_events = events.filter(pl.col("lane") == lane)
         on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
         talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
-        around = on_host & (pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps)
-        inside, shown = (
-            union(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
+        is_step_or_loading = on_host & (pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps)
+        op_spans, visible_spans = (
+            merge_intervals(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
             for events in (
-                of_lane.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~around),
-                of_lane.filter(pl.col("category").is_in(cat.LAUNCHES) | talking),
+                lane_events.filter(pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~is_step_or_loading),
+                lane_events.filter(pl.col("category").is_in(cat.LAUNCHES) | talking),
             )
         )
-        spans = difference(inside, shown)
-        borders = of_lane.filter(around)
+        spans = subtract_spans(op_spans, visible_spans)
+        borders = lane_events.filter(is_step_or_loading)
         if spans.start.size:
             # The same time in more pieces: none of them crosses a border of a step or of loading.
             cuts = np.unique(np.concatenate([borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]))
-            at = np.searchsorted(spans.start, cuts, side="right") - 1
-            cuts = cuts[(at >= 0) & (cuts < spans.end[np.maximum(at, 0)]) & (cuts > spans.start[np.maximum(at, 0)])]
-            pieces = (np.sort(np.concatenate([side, cuts])) for side in (spans.start, spans.end))
-            out.append(Fused(process, thread, Spans(*pieces)))
+            span_index = np.searchsorted(spans.start, cuts, side="right") - 1
+            cuts = cuts[
+                (span_index >= 0)
+                & (cuts < spans.end[np.maximum(span_index, 0)])
+                & (cuts > spans.start[np.maximum(span_index, 0)])
+            ]
+            borders_with_cuts = (np.sort(np.concatenate([side, cuts])) for side in (spans.start, spans.end))
+            out.append(FusedThread(process, thread, Spans(*borders_with_cuts)))
     return out
 
 
-def microseconds(time_ns: int) -> bytes:
+def format_microseconds(time_ns: int) -> bytes:
     """Nanoseconds as exact decimal microseconds."""
     if time_ns < 0:
-        return b"-" + microseconds(-time_ns)
-    micros, rest = divmod(time_ns, 1000)
-    return b"%d.%03d" % (micros, rest) if rest else b"%d" % micros
+        return b"-" + format_microseconds(-time_ns)
+    micros, nanos = divmod(time_ns, 1000)
+    return b"%d.%03d" % (micros, nanos) if nanos else b"%d" % micros
 
 
-def borders(first_ns: int, last_ns: int) -> list[bytes]:
+def build_border_events(first_ns: int, last_ns: int) -> list[bytes]:
     """Two events without length at the ends of the trace, which may have begun with what is left out."""
     head = b'{"ph":"X","cat":"overhead","name":"Resource","pid":-1,"tid":0,"ts":'
-    return [b"".join((head, microseconds(at), b',"dur":0}')) for at in (first_ns, last_ns)]
+    return [b"".join((head, format_microseconds(time_ns), b',"dur":0}')) for time_ns in (first_ns, last_ns)]
 
 
-def fused_events(threads: list[Fused], where: dict[tuple[str, str], bytes], origin_ns: int) -> Iterator[list[bytes]]:
+def format_fused_events(
+    threads: list[FusedThread], thread_ids: dict[tuple[str, str], bytes], origin_ns: int
+) -> Iterator[list[bytes]]:
     """The fused operators as events, some thousand at a time.
 
     Args:
         threads: From `fused`.
-        where: (process, thread) -> `"pid":1,"tid":2` of the output.
+        thread_ids: (process, thread) -> `"pid":1,"tid":2` of the output.
         origin_ns: Subtracted from the times.
     """
     head = b'{"ph":"X","cat":"cpu_op","name":' + json.dumps(FUSED).encode() + b","
     for thread in threads:
-        ids = where[thread.process, thread.thread]
-        starts, ends = thread.spans.start - origin_ns, thread.spans.end - origin_ns
-        for at in range(0, len(starts), _PIECE):
-            pairs = zip(starts[at : at + _PIECE].tolist(), ends[at : at + _PIECE].tolist(), strict=True)
+        ids = thread_ids[thread.process, thread.thread]
+        starts, end_ns = thread.spans.start - origin_ns, thread.spans.end - origin_ns
+        for index in range(0, len(starts), _BATCH_EVENTS):
+            pairs = zip(
+                starts[index : index + _BATCH_EVENTS].tolist(),
+                end_ns[index : index + _BATCH_EVENTS].tolist(),
+                strict=True,
+            )
             yield [
-                b"".join((head, ids, b',"ts":', microseconds(start), b',"dur":', microseconds(end - start), b"}"))
+                b"".join(
+                    (
+                        head,
+                        ids,
+                        b',"ts":',
+                        format_microseconds(start),
+                        b',"dur":',
+                        format_microseconds(end - start),
+                        b"}",
+                    )
+                )
                 for start, end in pairs
             ]
 
@@ -126,9 +146,9 @@ class Chains:
     duration_us: Counter[int] = field(default_factory=Counter)
     sums: Counter[tuple[int, str]] = field(default_factory=Counter)
 
-    def of(self, ids: list[int], own: int) -> list[int]:
+    def of(self, ids: list[int], node_id: int) -> list[int]:
         """Dependencies after joining: once each, and never on the node itself."""
-        return [node for node in dict.fromkeys(self.head.get(node, node) for node in ids) if node != own]
+        return [node for node in dict.fromkeys(self.head.get(node, node) for node in ids) if node != node_id]
 
 
 def find_chains(path: Path) -> Chains:
@@ -158,7 +178,7 @@ def find_chains(path: Path) -> Chains:
             continue
         if control <= waits[first][1] | {first}:
             before[node_id] = first
-    chains = Chains(_heads(before))
+    chains = Chains(_find_chain_heads(before))
     if not chains.head:
         return chains
     firsts = set(chains.head.values())
@@ -170,30 +190,30 @@ def find_chains(path: Path) -> Chains:
             chains.duration_us[head] += node.duration_micros
             for attribute in node.attr:
                 if attribute.name in SUMMED:
-                    chains.sums[head, attribute.name] += int(number_of(attribute))
+                    chains.sums[head, attribute.name] += int(get_number(attribute))
     return chains
 
 
-def _heads(before: dict[int, int]) -> dict[int, int]:
+def _find_chain_heads(before: dict[int, int]) -> dict[int, int]:
     """The first node of each chain, by steps that double; a chain that closes upon itself is left alone."""
     heads = dict(before)
     for start in before:
         trail: list[int] = []
-        at = start
-        while at in heads and len(trail) <= len(before):
-            trail.append(at)
-            at = heads[at]
-            if at == start:
+        current = start
+        while current in heads and len(trail) <= len(before):
+            trail.append(current)
+            current = heads[current]
+            if current == start:
                 break
         for node in trail:
-            if at == start:
+            if current == start:
                 heads.pop(node, None)
             else:
-                heads[node] = at
+                heads[node] = current
     return heads
 
 
-def number_of(attribute: AttributeProto) -> float:
+def get_number(attribute: AttributeProto) -> float:
     """The number that an attribute holds; 0 where it holds none."""
     value = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
     return value if isinstance(value, (int, float)) and abs(value) < 2**64 else 0

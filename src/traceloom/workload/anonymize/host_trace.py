@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 import polars as pl
 
 from traceloom.formats.host_trace import HostTraceScanner
-from traceloom.formats.kineto_metadata import whole
+from traceloom.formats.kineto_metadata import parse_whole_number
 from traceloom.formats.resync import DamageLog
-from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.trace.trace import GROUP_LIST
-from traceloom.workload.anonymize.inputs import opened
+from traceloom.workload.anonymize.inputs import open_output
 from traceloom.workload.anonymize.kineto import Rules
 from traceloom.workload.anonymize.leak_report import HiddenShapes
 from traceloom.workload.anonymize.names import COMMUNICATION
-from traceloom.workload.anonymize.policy import CALLS, COLLAPSE, KEEP, Account, host_names, is_schema, is_type
-from traceloom.workload.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
+from traceloom.workload.anonymize.policy import CALLS, COLLAPSE, KEEP, RewriteStats, is_schema, is_type, list_host_names
+from traceloom.workload.anonymize.tensors import COMMUNICATION_VALUES, GROUP_VALUES, PLAIN_VALUES, Tensors
 
 T = TypeVar("T", list[Any], dict[str, Any])
 _SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
-_NEWEST = "1.1.1-chakra.0.0.4"
+_NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
 _NO_TIME = "1970-01-01 00:00:00"
 _USER_SCOPE = 7
 _BACKENDS = ("triton", "cpp", "cutlass", "")
@@ -44,7 +44,7 @@ _NUMBERS = ("global_rank_start", "global_rank_stride", "pg_size")
 class HostRewriter:
     """Rewrites one host trace; nodes are written as schema 1.0.2 and later have them."""
 
-    def __init__(self, path: Path, rules: Rules, account: Account, hidden: HiddenShapes) -> None:
+    def __init__(self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes) -> None:
         self._path = path
         self._rules = rules
         self._account = account
@@ -57,7 +57,7 @@ class HostRewriter:
         """The nodes as the reader sees them."""
         damage = DamageLog(entry="node", list_key="nodes")
         with open_input(self._path) as stream:
-            text = HostTraceScanner(text_pieces(stream, damage), damage, str(self._path))
+            text = HostTraceScanner(read_text_pieces(stream, damage), damage, str(self._path))
             yield from text.frames()
             self.envelope = text.envelope
 
@@ -71,9 +71,9 @@ class HostRewriter:
         if self._rules.policy.structure == COLLAPSE:
             for frame in self.frames():
                 for identity, name, parent, scope in frame.select("id", "name", "parent", "scope").iter_rows():
-                    if scope == _USER_SCOPE and name not in host_names() and not COMMUNICATION.match(name):
+                    if scope == _USER_SCOPE and name not in list_host_names() and not COMMUNICATION.match(name):
                         self._above[identity] = parent or 0
-        with opened(target) as out:
+        with open_output(target) as out:
             out.write(b'{"nodes":[\n')
             first = True
             for frame in self.frames():
@@ -86,26 +86,26 @@ class HostRewriter:
                 self._account.entries_out += len(lines)
                 if len(lines) < frame.height:
                     self._account.dropped_entries["collapsed"] += frame.height - len(lines)
-                piece = b",\n".join(lines)
-                self._account.scan(piece)
+                chunk = b",\n".join(lines)
+                self._account.scan(chunk)
                 if lines:
-                    out.write(piece if first else b",\n" + piece)
+                    out.write(chunk if first else b",\n" + chunk)
                     first = False
             # What stands beside the nodes: the order of keys means nothing to readers.
             old = self.envelope
-            start, finish, process = (whole(old.get(key)) for key in ("start_ts", "finish_ts", "pid"))
+            start, finish, process = (parse_whole_number(old.get(key)) for key in ("start_ts", "finish_ts", "pid"))
             schema = str(old.get("schema", ""))
-            new: dict[str, Any] = {"schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST}
+            new: dict[str, Any] = {"schema": schema if _SCHEMA.fullmatch(schema) else _NEWEST_SCHEMA}
             if process is not None:
                 new["pid"] = self._rules.names.process(process)
-            kept = self._rules.policy.times == KEEP
-            new["time"] = str(old.get("time", ""))[:19] if kept else _NO_TIME
+            keeps_times = self._rules.policy.times == KEEP
+            new["time"] = str(old.get("time", ""))[:19] if keeps_times else _NO_TIME
             if not re.fullmatch(r"[\d :-]*", new["time"]):
                 new["time"] = _NO_TIME
             if start is not None:
-                new["start_ts"] = start if kept else 0
+                new["start_ts"] = start if keeps_times else 0
                 if finish is not None:
-                    new["finish_ts"] = finish if kept else finish - start
+                    new["finish_ts"] = finish if keeps_times else finish - start
             for key in old.keys() - {*new, "time"}:
                 self._account.drop(key, json.dumps(old[key]).encode(), unknown=True)
             text = json.dumps(new).encode()
@@ -114,8 +114,14 @@ class HostRewriter:
 
     def _node(self, row: dict[str, Any]) -> dict[str, Any]:
         name = row["name"] or ""
-        kind = OF_GROUPS if name == GROUP_LIST else OF_COMMUNICATION if name == "record_param_comms" else PLAIN
-        more = _decoded(row["attributes"], dict)
+        kind = (
+            GROUP_VALUES
+            if name == GROUP_LIST
+            else COMMUNICATION_VALUES
+            if name == "record_param_comms"
+            else PLAIN_VALUES
+        )
+        extra_attributes = _parse_json(row["attributes"], dict)
         attributes = [
             {"name": key, "type": kind_of, "value": row[column] if row[column] is not None else nothing}
             for key, kind_of, column, nothing in _ATTRIBUTES
@@ -128,10 +134,10 @@ class HostRewriter:
         sides = {}
         for side, word in (("inputs", "input"), ("outputs", "output")):
             values, shapes, types = (
-                _decoded(row[column], list) for column in (side, f"{word}_shapes", f"{word}_types")
+                _parse_json(row[column], list) for column in (side, f"{word}_shapes", f"{word}_types")
             )
             self._hidden.add(shapes, types)
-            called = side == "inputs" and kind == PLAIN and self._rules.policy.scalars == CALLS
+            called = side == "inputs" and kind == PLAIN_VALUES and self._rules.policy.scalars == CALLS
             sides[side] = {
                 "values": self._tensors.arguments(values, row["input_types"], schema)
                 if called
@@ -139,10 +145,14 @@ class HostRewriter:
                 "shapes": self._tensors.shapes(shapes),
                 "types": self._tensors.types(types),
             }
-            strides = more.pop(f"{word}_strides", None)
+            strides = extra_attributes.pop(f"{word}_strides", None)
             if strides is not None:
                 sides[side]["strides"] = self._tensors.strides(strides, shapes)
-        attributes += [made for key, value in more.items() if (made := self._attribute(key, value)) is not None]
+        attributes += [
+            rewritten
+            for key, value in extra_attributes.items()
+            if (rewritten := self._attribute(key, value)) is not None
+        ]
         parent, steps = row["parent"], 0
         while parent in self._above and steps < 10_000:
             parent, steps = self._above[parent], steps + 1
@@ -157,36 +167,36 @@ class HostRewriter:
     def _attribute(self, key: str, value: Any) -> dict[str, Any] | None:
         """An attribute beyond those of every version; None leaves it out."""
         names = self._rules.names
-        made: Any = None
+        new_value: Any = None
         kind = "string"
         if key in _SIZES and isinstance(value, int):
-            made, kind = self._rules.shapes.size(value), "uint64"
+            new_value, kind = self._rules.shapes.size(value), "uint64"
         elif key in _NUMBERS and isinstance(value, int):
-            made, kind = value, "uint64"
+            new_value, kind = value, "uint64"
         elif not isinstance(value, str):
-            made = None
+            new_value = None
         elif key in ("in_split_size", "out_split_size"):
-            made = self._tensors.splits(value)
+            new_value = self._tensors.splits(value)
         elif key == "pg_name":
-            made = names.group(value)
+            new_value = names.group(value)
         elif key == "pg_desc":
-            made = names.description(value)
+            new_value = names.description(value)
         elif key == "collective_name":
-            made = names.operation(value)
+            new_value = names.operation(value)
         elif key == "dtype":
-            made = value if is_type(value) else ""
+            new_value = value if is_type(value) else ""
         elif key == "kernel_backend":
-            made = value if value in _BACKENDS else ""
+            new_value = value if value in _BACKENDS else ""
         elif key in ("kernel_file", "tensor_range") and value == "":
-            made = ""
-        if made is None:
+            new_value = ""
+        if new_value is None:
             expected = key in ("kernel_file", "tensor_range")
             self._account.drop(key, json.dumps(value).encode(), unknown=not expected)
             return None
-        return {"name": key, "type": kind, "value": made}
+        return {"name": key, "type": kind, "value": new_value}
 
 
-def _decoded(text: str | None, kind: type[T]) -> T:
+def _parse_json(text: str | None, kind: type[T]) -> T:
     """A list or object of JSON; an empty one where the text is no such thing."""
     try:
         value = json.loads(text) if text else None

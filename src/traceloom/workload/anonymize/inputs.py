@@ -19,28 +19,28 @@ from traceloom.errors import InputError
 from traceloom.formats.chakra.files import GROUP_FILES
 from traceloom.formats.inputs import read_capture
 from traceloom.formats.resync import DamageLog
-from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.system import files
-from traceloom.system.files import natural_key, read_small
+from traceloom.system.files import build_natural_key, read_small
 from traceloom.system.process import clean_up_on_exit
 
 ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
 """Of a single file; other names are those of directories."""
-OURS = r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
+OUTPUT_FILES = r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
 """What a directory of ours holds, as a regular expression."""
-_LEVEL = 1
-_PIECE = 1 << 20
+_GZIP_LEVEL = 1
+_COPY_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_output(path: Path) -> Iterator[BinaryIO]:
     """A file to write, compressed where its name ends in .gz; without the time and the name that gzip would add."""
-    with path.open("wb") as plain:
+    with path.open("wb") as handle:
         if path.name.endswith(".gz"):
-            with igzip.IGzipFile("", "wb", compresslevel=_LEVEL, fileobj=plain, mtime=0) as packed:
+            with igzip.IGzipFile("", "wb", compresslevel=_GZIP_LEVEL, fileobj=handle, mtime=0) as packed:
                 yield cast("BinaryIO", packed)
         else:
-            yield plain
+            yield handle
 
 
 class Staging:
@@ -61,8 +61,8 @@ class Staging:
         if single:
             files.refuse_existing(target, force=force)
         else:
-            files.check_directory(target, OURS, force=force)
-        self.folder = files.temporary_path(target)
+            files.check_directory(target, OUTPUT_FILES, force=force)
+        self.folder = files.make_temporary_path(target)
         self._until_done = contextlib.ExitStack()
 
     def __enter__(self) -> Staging:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
@@ -96,19 +96,19 @@ class Staging:
         files.replace_directory(self.folder, self.target)
 
 
-def joined(parts: list[Path], target: Path) -> None:
+def concatenate_files(parts: list[Path], target: Path) -> None:
     """One file of several, which are removed; members of gzip may stand one behind the other."""
     with target.open("wb") as out:
         for part in parts:
-            with part.open("rb") as piece:
-                shutil.copyfileobj(piece, out, _PIECE)
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, out, _COPY_BYTES)
             part.unlink()
 
 
 KINETO, HOST, CHAKRA, CAPTURE, GROUPS = "kineto", "host", "et", "capture", "groups"
-_DEPTH = 4
-_MOST_BYTES = 1 << 28
-_HEAD = 1 << 16
+_MAX_DEPTH = 4
+_MAX_BYTES = 1 << 28
+_HEAD_BYTES = 1 << 16
 _HOST_KEYS = re.compile(rb'"(?:nodes|schema)"\s*:')
 _RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"(\d{1,7})(?=\.(?:et|et\.gz)$)")
@@ -161,28 +161,28 @@ def find(paths: list[Path]) -> InputFiles:
         InputError: slug `unreadable`: not there; `no-traces`: nothing in it can be rewritten.
     """
     sources = InputFiles()
-    seen: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in paths:
         if not path.exists():
             raise InputError("there is no such file or directory", slug="unreadable", where=str(path))
-        folder = path.parent if path.name == "capture.json" else path
-        if folder.is_dir():
-            _directory(folder, sources, seen, _DEPTH)
-        elif path.resolve() not in seen:
-            seen.add(path.resolve())
-            sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
+        directory = path.parent if path.name == "capture.json" else path
+        if directory.is_dir():
+            _add_directory(directory, sources, seen_paths, _MAX_DEPTH)
+        elif path.resolve() not in seen_paths:
+            seen_paths.add(path.resolve())
+            sources.files.append(InputFile(path, detect_kind(path), rank=_parse_rank(path)))
     if not sources.files:
-        where = ", ".join(str(path) for path in paths)
-        raise InputError("there is no trace in it", slug="no-traces", where=where)
+        location = ", ".join(str(path) for path in paths)
+        raise InputError("there is no trace in it", slug="no-traces", where=location)
     # New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several.
     several = len(sources.captures) > 1 or (
         bool(sources.captures) and any(source.path.parent not in sources.captures for source in sources.files)
     )
     folders = {}
-    for number, folder in enumerate(sources.captures, start=1):
-        folders[folder] = f"capture-{number}/" if several else ""
-        sources.captures[folder] = (sources.captures[folder][0], folders[folder])
-    taken: set[str] = set()
+    for number, directory in enumerate(sources.captures, start=1):
+        folders[directory] = f"capture-{number}/" if several else ""
+        sources.captures[directory] = (sources.captures[directory][0], folders[directory])
+    used_names: set[str] = set()
     for number, source in enumerate(sources.files, start=1):
         stem = f"rank{source.rank}" if source.rank is not None else f"trace-{number}"
         packed = ".gz" if source.path.name.lower().endswith(".gz") else ""
@@ -196,78 +196,78 @@ def find(paths: list[Path]) -> InputFiles:
             stem = f"workload.{source.rank if source.rank is not None else number - 1}"
         elif source.kind == GROUPS:
             stem = "comm_groups.json"
-        below = folders.get(source.path.parent, "")
-        name, again = f"{below}{stem}{ending}", 1
-        while name in taken:
-            again += 1
-            name = f"{below}{stem}-{again}{ending}"
-        taken.add(name)
+        prefix = folders.get(source.path.parent, "")
+        name, copy_number = f"{prefix}{stem}{ending}", 1
+        while name in used_names:
+            copy_number += 1
+            name = f"{prefix}{stem}-{copy_number}{ending}"
+        used_names.add(name)
         source.name = name
     return sources
 
 
-def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -> None:
-    capture = read_capture(folder)
+def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], depth: int) -> None:
+    capture = read_capture(directory)
     if capture is not None:
         # The files that capture.json names, and only those
         document = capture[0]
-        sources.captures[folder] = (document, "")
+        sources.captures[directory] = (document, "")
         listed = document.get("ranks")
         files_by_name: dict[str, InputFile] = {}
         for entry in listed if isinstance(listed, list) else []:
             if not isinstance(entry, dict):
                 continue
             windows, step = entry.get("windows"), entry.get("graph_step")
-            named: list[tuple[Any, str, bool]] = [
+            listed_files: list[tuple[Any, str, bool]] = [
                 (window.get("file"), KINETO, False)
                 for window in (windows if isinstance(windows, list) else [entry.get("window")])
                 if isinstance(window, dict)
             ]
             if isinstance(step, dict):
-                named += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
-            for name, kind, graph in named:
+                listed_files += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
+            for name, kind, graph in listed_files:
                 if not isinstance(name, str):
                     continue
-                path = folder / name
+                path = directory / name
                 if Path(name).name == name and path.is_file() and name not in files_by_name:
                     rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
                     files_by_name[name] = InputFile(path, kind, rank=rank, entry=entry, graph=graph)
-        for path in sorted(folder.iterdir(), key=natural_key):
+        for path in sorted(directory.iterdir(), key=build_natural_key):
             if path.name in files_by_name:
-                seen.add(path.resolve())
+                seen_paths.add(path.resolve())
                 sources.files.append(files_by_name[path.name])
             elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
                 sources.leave("of a capture, but of no kind that can be rewritten")
             elif path.name.endswith("_resources") and path.is_dir():
                 sources.leave("sources of compiled kernels and contents of tensors beside a host trace")
         return
-    for path in sorted(folder.iterdir(), key=natural_key):
+    for path in sorted(directory.iterdir(), key=build_natural_key):
         if path.name.startswith("."):
             continue
         if path.is_dir():
             if depth > 0:
-                _directory(path, sources, seen, depth - 1)
-        elif path.resolve() not in seen:
-            seen.add(path.resolve())
+                _add_directory(path, sources, seen_paths, depth - 1)
+        elif path.resolve() not in seen_paths:
+            seen_paths.add(path.resolve())
             if not path.name.lower().endswith((".json", ".json.gz", ".et", ".et.gz")):
                 sources.leave("of no kind that is known")
                 continue
             try:
-                sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
+                sources.files.append(InputFile(path, detect_kind(path), rank=_parse_rank(path)))
             except InputError:
                 sources.leave("unreadable or empty")
 
 
-def kind_of_file(path: Path) -> str:
+def detect_kind(path: Path) -> str:
     """KINETO, HOST, CHAKRA or GROUPS by the file's first bytes; what is none of them is KINETO, and refused later.
 
     Raises:
         InputError: slug `unreadable`, `empty-file`.
     """
     with open_input(path) as stream:
-        pieces = text_pieces(stream, DamageLog())
-        head = next(pieces, b"")[:_HEAD]
-        pieces.close()  # type: ignore[attr-defined]
+        chunks = read_text_pieces(stream, DamageLog())
+        head = next(chunks, b"")[:_HEAD_BYTES]
+        chunks.close()  # type: ignore[attr-defined]
     start = head.lstrip()[:1]
     if not head.strip(b"\0"):
         raise InputError("the file is empty", slug="empty-file", where=str(path))
@@ -286,7 +286,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: slug `unreadable`: it is none.
     """
     try:
-        document = json.loads(read_small(path, _MOST_BYTES))
+        document = json.loads(read_small(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError("the file is no JSON object", slug="unreadable", where=str(path)) from error
     if not isinstance(document, dict):
@@ -294,6 +294,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _rank(path: Path) -> int | None:
+def _parse_rank(path: Path) -> int | None:
     match = _RANK.search(path.name) or _NUMBER.search(path.name)
     return int(match.group(1)) if match else None

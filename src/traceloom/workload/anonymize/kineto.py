@@ -14,17 +14,22 @@ import msgspec
 import numpy as np
 
 from traceloom.formats.kineto_document import Document, Slice
-from traceloom.formats.kineto_fields import from_text
+from traceloom.formats.kineto_fields import parse_text_times
 from traceloom.formats.repair import repair_event
-from traceloom.formats.resync import MALFORMED, DamageLog
-from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.formats.resync import PARSE_ERRORS, DamageLog
+from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.system.text import encode_utf8
 from traceloom.trace import vocabulary as cat
-from traceloom.workload.anonymize.collapse import Fused, borders, fused_events, microseconds
-from traceloom.workload.anonymize.inputs import joined, opened
-from traceloom.workload.anonymize.metadata import Metadata
+from traceloom.workload.anonymize.collapse import (
+    FusedThread,
+    build_border_events,
+    format_fused_events,
+    format_microseconds,
+)
+from traceloom.workload.anonymize.inputs import concatenate_files, open_output
+from traceloom.workload.anonymize.metadata import MetadataRewriter
 from traceloom.workload.anonymize.names import COMMUNICATION, LOADING, STEP, KernelNames, Pseudonyms
-from traceloom.workload.anonymize.policy import COLLAPSE, DROP, KEEP, Account, Policy, is_type, sections
+from traceloom.workload.anonymize.policy import COLLAPSE, DROP, KEEP, Policy, RewriteStats, is_type, read_sections
 from traceloom.workload.anonymize.sizes import Shapes
 
 Rule = Callable[[bytes], bytes | None]
@@ -41,9 +46,9 @@ _COPY_WORD = re.compile(
 _BACKENDS = frozenset(("triton", "cpp", "cutlass", "cutedsl", "aten", "ck", "halide", ""))
 _VALUE = re.compile(r"-?\d*\.?\d*([eE][+-]?\d+)?|True|False|None|inf|-inf|nan|")
 _LIST = re.compile(r"\[[\d\s,.\-+eE\[\]]*\]")
-_MOST_KNOWN = 50_000
+_MAX_CACHED = 50_000
 
-PLAIN = (  # numbers that say nothing of the model: ids, ranks, properties of the hardware and of the launch
+NEUTRAL_KEYS = (  # numbers that say nothing of the model: ids, ranks, properties of the hardware and of the launch
     "External id", "external id", "Record function id", "correlation", "Ev Idx", "Profiler Event Index",
     "Sequence number", "Fwd thread id", "Python id", "Python parent id", "Python module id", "Python thread", "device",
     "cbid", "cid", "graph id", "graph node id", "priority", "channel", "channel_type", "registers per thread",
@@ -56,18 +61,23 @@ PLAIN = (  # numbers that say nothing of the model: ids, ranks, properties of th
 POINTERS = ("stream", "wait_on_stream", "stream_id", "hsa_queue", "context", "queue")
 SIZES = ("bytes", "size", "In msg nelems", "Out msg nelems", "Bytes")
 TOTALS = ("Total Allocated", "Total Reserved")
-OF_SHAPE = ("blocks per SM", "warps per SM", "memory bandwidth (GB/s)", "occupancy")  # with these the shape comes back
+SHAPE_DEPENDENT_KEYS = (
+    "blocks per SM",
+    "warps per SM",
+    "memory bandwidth (GB/s)",
+    "occupancy",
+)  # with these the shape comes back
 SENSITIVE = frozenset(  # known, and left out whatever the policy says
     ("Call stack", "Module Hierarchy", "CallFrom", "kernel_file", "kernel_hash", "kernel_kwargs", "kernel_name",
      "kernel", "queued", "external ts", "src", "dst", "ptr", "packet_ptr", "k_work_ptr", "host_ctx", "Trace name",
      "Comms Id",
      "Input Tensors start", "Output Tensors start", "cmd_name", "executable_name", "mem size", "row", "column")
 )  # fmt: skip
-OF_STRUCTURE = frozenset((  # left out with `collapse`; shapes stay, since only those of communication are left
+STRUCTURE_KEYS = frozenset((  # left out with `collapse`; shapes stay, since only those of communication are left
     "External id", "external id", "Record function id", "Ev Idx", "Profiler Event Index", "Sequence number",
     "Fwd thread id", "Python id", "Python parent id", "Python module id", "Input Strides", "Concrete Inputs",
 ))  # fmt: skip
-KEYS = (*PLAIN, *POINTERS, *SIZES, *TOTALS, *OF_SHAPE, "finished", "Is asynchronized op", "Input Dims", "Input dims",
+KEYS = (*NEUTRAL_KEYS, *POINTERS, *SIZES, *TOTALS, *SHAPE_DEPENDENT_KEYS, "finished", "Is asynchronized op", "Input Dims", "Input dims",
         "In split size", "Out split size", "kind", "copy kind", "src kind", "dst kind", "direction", "Input Strides",
         "Input type", "Concrete Inputs", "grid", "block", "Addr", "Collective name", "dtype", "cuda_sync_kind",
         "kernel_backend", "Process Group Name", "Process Group Description", "Process Group Ranks")  # fmt: skip
@@ -83,12 +93,12 @@ class Arguments:
         account: Told what is left out.
     """
 
-    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account) -> None:
+    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: RewriteStats) -> None:
         self._shapes = shapes
         self._policy = policy
         self._account = account
         self._texts: dict[tuple[str, bytes], bytes | None] = {}
-        kept = policy.shapes == KEEP
+        keeps_shapes = policy.shapes == KEEP
 
         def types(value: Any) -> bytes | None:
             if not isinstance(value, list):
@@ -105,11 +115,11 @@ class Arguments:
             fits = small and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
             return msgspec.json.encode(value) if fits else None
 
-        table: dict[str, Rule | None] = dict.fromkeys((*PLAIN, *policy.keep_arguments))
-        table |= dict.fromkeys(POINTERS, _counted(names.pointer))
-        table |= dict.fromkeys(SIZES, _counted(shapes.size))
-        table |= dict.fromkeys(TOTALS, _counted(shapes.total))
-        table |= dict.fromkeys(OF_SHAPE, number if kept else lambda _: None)
+        table: dict[str, Rule | None] = dict.fromkeys((*NEUTRAL_KEYS, *policy.keep_arguments))
+        table |= dict.fromkeys(POINTERS, _make_integer_rule(names.pointer))
+        table |= dict.fromkeys(SIZES, _make_integer_rule(shapes.size))
+        table |= dict.fromkeys(TOTALS, _make_integer_rule(shapes.total))
+        table |= dict.fromkeys(SHAPE_DEPENDENT_KEYS, check_number if keeps_shapes else lambda _: None)
         table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
         table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
         table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
@@ -121,17 +131,17 @@ class Arguments:
             "Concrete Inputs": self._remembered("values", values),
             "grid": shapes.grid,
             "block": self._remembered("block", block),
-            "Addr": _counted(names.address),
+            "Addr": _make_integer_rule(names.address),
             "Collective name": self._text(names.operation),
             "dtype": self._text(lambda text: text if is_type(text) else None),
-            "cuda_sync_kind": self._text(lambda text: text if text in sections()["regions"] else None),
+            "cuda_sync_kind": self._text(lambda text: text if text in read_sections()["regions"] else None),
             "kernel_backend": self._text(lambda text: text if text in _BACKENDS else None),
             "Process Group Name": self._text(names.group),
             "Process Group Description": self._text(names.description),
             "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
         }
         if policy.structure == COLLAPSE:  # what leads back to single operators
-            table = {key: rule for key, rule in table.items() if key not in OF_STRUCTURE}
+            table = {key: rule for key, rule in table.items() if key not in STRUCTURE_KEYS}
         self._rules = {key: (json.dumps(key).encode() + b":", rule) for key, rule in table.items()}
 
     def rewrite(self, args: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
@@ -147,19 +157,19 @@ class Arguments:
             prefix_and_rule = self._rules.get(key)
             value = bytes(raw)
             if prefix_and_rule is None:
-                self._account.drop(key, value, unknown=key not in SENSITIVE and key not in OF_STRUCTURE)
+                self._account.drop(key, value, unknown=key not in SENSITIVE and key not in STRUCTURE_KEYS)
                 continue
             prefix, rule = prefix_and_rule
             if rule is None:
-                made: bytes | None = value if value.isdigit() and len(value) <= 20 else number(value)
+                new_value: bytes | None = value if value.isdigit() and len(value) <= 20 else check_number(value)
             elif key == "Input Strides":
-                made = self._shapes.strides(value, bytes(args.get("Input Dims", b"")))
+                new_value = self._shapes.strides(value, bytes(args.get("Input Dims", b"")))
             else:
-                made = rule(value)
-            if made is None and talking and key in ("Input Dims", "Input dims"):
-                made = self._shapes.counts(value)
-            if made is not None:
-                parts.append(prefix + made)
+                new_value = rule(value)
+            if new_value is None and talking and key in ("Input Dims", "Input dims"):
+                new_value = self._shapes.counts(value)
+            if new_value is not None:
+                parts.append(prefix + new_value)
             elif rule is None:
                 self._account.refuse(key, value)
             else:
@@ -174,23 +184,23 @@ class Arguments:
         def rule(raw: bytes) -> bytes | None:
             key = (kind, raw)
             if key not in self._texts:
-                if len(self._texts) > _MOST_KNOWN:
+                if len(self._texts) > _MAX_CACHED:
                     self._texts.clear()
-                self._texts[key] = make(decoded(raw))
+                self._texts[key] = make(decode_json(raw))
             return self._texts[key]
 
         return rule
 
-    def _text(self, shown: Callable[[str], str | None]) -> Rule:
+    def _text(self, rewrite_text: Callable[[str], str | None]) -> Rule:
         """A rule for texts; numbers are read as texts, as the reader does."""
 
         def make(value: Any) -> bytes | None:
             if isinstance(value, bool) or not isinstance(value, (str, int)):
                 return None
-            made = shown(str(value))
-            return None if made is None else json.dumps(made).encode()
+            text = rewrite_text(str(value))
+            return None if text is None else json.dumps(text).encode()
 
-        return self._remembered(f"text {id(shown)}", make)
+        return self._remembered(f"text {id(rewrite_text)}", make)
 
     def scalar(self, item: Any) -> str:
         """One recorded value as text: numbers and truth values; lists are sizes, and treated as shapes are."""
@@ -205,24 +215,24 @@ class Arguments:
         return "" if rounded is None else rounded.decode()
 
 
-def number(raw: bytes) -> bytes | None:
+def check_number(raw: bytes) -> bytes | None:
     """A number, a whole number in quotes, or null; None for anything else."""
     if _NUMBER.fullmatch(raw) or _QUOTED.fullmatch(raw) or raw == b"null":
         return raw
     return None
 
 
-def decoded(raw: bytes) -> Any:
+def decode_json(raw: bytes) -> Any:
     """The value of some JSON; None where it cannot be read."""
     try:
         return msgspec.json.decode(raw)
     except UnicodeDecodeError:
-        return decoded(raw.decode("utf-8", "replace").encode())
+        return decode_json(raw.decode("utf-8", "replace").encode())
     except (msgspec.DecodeError, RecursionError):
         return None
 
 
-def _counted(function: Callable[[int], int]) -> Rule:
+def _make_integer_rule(function: Callable[[int], int]) -> Rule:
     """A rule for whole numbers; what stood in quotes stays in quotes."""
 
     def rule(raw: bytes) -> bytes | None:
@@ -275,7 +285,7 @@ class TraceFacts:
     origin_ns: int
     hosts: frozenset[tuple[str, str]] = frozenset()
     base_ns: int = 0
-    threads: tuple[Fused, ...] = ()
+    threads: tuple[FusedThread, ...] = ()
     steps: frozenset[str] = frozenset()
     step_ns: dict[int, int] = field(default_factory=dict)
     window_ns: tuple[int, int] | None = None
@@ -301,7 +311,7 @@ class _Rewriter:
         metadata: Entries beside the events, complete when all pieces were taken.
     """
 
-    def __init__(self, facts: TraceFacts, rules: Rules, account: Account) -> None:
+    def __init__(self, facts: TraceFacts, rules: Rules, account: RewriteStats) -> None:
         self.metadata: dict[str, Any] = {}
         self._facts = facts
         self._rules = rules
@@ -316,100 +326,103 @@ class _Rewriter:
         """The rewritten events, a piece per slice: each event on a line, commas between them."""
         damage, facts, account = DamageLog(), self._facts, self._account
         with open_input(facts.path) as stream:
-            document = Document(partial(text_pieces, stream, damage, None), damage, str(facts.path))
+            document = Document(partial(read_text_pieces, stream, damage, None), damage, str(facts.path))
             for part in document.slices():
-                entries = _decoded(part)
+                entries = _decode_entries(part)
                 account.entries_in += len(entries)
                 starts = [entry.get("ts", _MISSING) for entry in entries]
                 lasting = [entry.get("dur", _MISSING) for entry in entries]
-                start, duration, timed, long = from_text(starts, lasting)
+                start, duration, has_time, long = parse_text_times(starts, lasting)
                 start = start + (facts.base_ns - facts.origin_ns)
                 duration = np.where(long, duration, 0)
-                columns = zip(entries, start.tolist(), duration.tolist(), timed.tolist(), strict=True)
-                made = (self.entry(entry, at, length, timed=is_timed) for entry, at, length, is_timed in columns)
-                lines = [line for line in made if line is not None]
+                columns = zip(entries, start.tolist(), duration.tolist(), has_time.tolist(), strict=True)
+                rewritten = (
+                    self.entry(entry, start_ns, length, has_time=is_timed)
+                    for entry, start_ns, length, is_timed in columns
+                )
+                lines = [line for line in rewritten if line is not None]
                 account.entries_out += len(lines)
                 if lines:
                     yield b",\n".join(lines)
             self.metadata = document.metadata
         if facts.window_ns is not None:
-            yield b",\n".join(borders(*(at - facts.origin_ns for at in facts.window_ns)))
+            yield b",\n".join(build_border_events(*(start_ns - facts.origin_ns for start_ns in facts.window_ns)))
             account.entries_out += 2
-        where = {}
+        ids_by_thread = {}
         for process, thread in {(fused.process, fused.thread) for fused in facts.threads}:
-            shown = []
+            id_texts = []
             for text in (process, thread):  # the reader gives both as texts
                 number = text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20
-                shown.append(self.identity(int(text) if number else text, on_device=False))
-            where[process, thread] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
-        for events in fused_events(list(facts.threads), where, facts.origin_ns):
+                id_texts.append(self.identity(int(text) if number else text, on_device=False))
+            ids_by_thread[process, thread] = b'"pid":' + id_texts[0] + b',"tid":' + id_texts[1]
+        for events in format_fused_events(list(facts.threads), ids_by_thread, facts.origin_ns):
             account.entries_out += len(events)
             yield b",\n".join(events)
 
-    def entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, timed: bool) -> bytes | None:
+    def entry(self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, has_time: bool) -> bytes | None:
         """One event; None where it is left out."""
         if not entry.keys() <= _ENTRY_KEYS:
             for key in entry.keys() - _ENTRY_KEYS:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
         phase, names = bytes(entry.get("ph", _MISSING)), self._rules.names
         if phase == b'"X"':
-            return self.span(entry, start, duration) if timed else self.left_out("no usable time")
+            return self.span(entry, start, duration) if has_time else self.left_out("no usable time")
         if phase == b'"M"':
-            kind, args = (decoded(bytes(entry.get(key, _MISSING))) for key in ("name", "args"))
+            kind, args = (decode_json(bytes(entry.get(key, _MISSING))) for key in ("name", "args"))
             key = "labels" if kind == "process_labels" else "name"
             value = args.get(key) if isinstance(args, dict) else None
             if kind not in ("process_name", "thread_name", "process_labels") or not isinstance(value, str):
                 return self.left_out("metadata that no reader needs")
-            named = names.thread(value) if key == "name" else value if value in _LABELS else ""
+            new_label = names.thread(value) if key == "name" else value if value in _LABELS else ""
             for other in args.keys() - {key}:
                 self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
             return b'{"ph":"M","name":"%b",%b,"args":{"%b":%b}}' % (
                 encode_utf8(kind), self.where(entry, device=None), encode_utf8(key),
-                encode_utf8(json.dumps(named, ensure_ascii=False)),
+                encode_utf8(json.dumps(new_label, ensure_ascii=False)),
             )  # fmt: skip
-        if not timed:
+        if not has_time:
             return self.left_out("no usable time")
         if phase in (b'"s"', b'"t"', b'"f"'):
             spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
             if spelled not in self._arrows:  # category and name, as far as they are known; empty where neither is
-                texts = [(key, decoded(raw)) for key, raw in zip((b"cat", b"name"), spelled, strict=True)]
+                texts = [(key, decode_json(raw)) for key, raw in zip((b"cat", b"name"), spelled, strict=True)]
                 self._arrows[spelled] = b"".join(
                     b',"%b":"%b"' % (key, text.encode())
                     for key, text in texts
                     if isinstance(text, str) and text in _FLOWS
                 )
             tail = self._arrows[spelled]
-            identity = number(bytes(entry.get("id", _MISSING)))
+            identity = check_number(bytes(entry.get("id", _MISSING)))
             if not tail or identity is None or identity == b"null":
                 return self.left_out("unknown arrow")
             if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
                 return self.left_out("collapsed")
             end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
             lane = self.where(entry, device=None)
-            ts = microseconds(start)
+            ts = format_microseconds(start)
             return b"".join((b'{"ph":', phase, b',"id":', identity, b",", lane, b',"ts":', ts, tail, end))
         if phase in (b'"i"', b'"I"', b'"R"'):
             name = self.named(self._marks, entry) or b'""'
             args = self.rewritten(entry)
             category = b'"cat":"cpu_instant_event",' if bytes(entry.get("cat", b"")) == b'"cpu_instant_event"' else b""
             scope = bytes(entry.get("s", _MISSING))
-            where = self.where(entry, device=False)
+            lane_ids = self.where(entry, device=False)
             return b'{"ph":"i",%b"s":%b,"name":%b,%b,"ts":%b,"args":{%b}}' % (
-                category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, where, microseconds(start), args
+                category, scope if scope in (b'"g"', b'"p"', b'"t"') else b'"t"', name, lane_ids, format_microseconds(start), args
             )  # fmt: skip
         if phase != b'"C"':
             return self.left_out("unknown phase")
         if self._rules.policy.counters != KEEP:
             return self.left_out("counters")
-        value, title = (decoded(bytes(entry.get(key, _MISSING))) for key in ("args", "name"))
+        value, title = (decode_json(bytes(entry.get(key, _MISSING))) for key in ("args", "name"))
         values = {
             names.pseudonym("counter", key): amount
             for key, amount in (value.items() if isinstance(value, dict) else ())
             if isinstance(amount, (int, float)) and not isinstance(amount, bool)
         }
-        shown = {"name": names.pseudonym("counter", str(title)), "args": values}
-        where = self.where(entry, device=None)
-        return b'{"ph":"C",%b,"ts":%b,%b' % (where, microseconds(start), msgspec.json.encode(shown)[1:])
+        counter = {"name": names.pseudonym("counter", str(title)), "args": values}
+        lane_ids = self.where(entry, device=None)
+        return b'{"ph":"C",%b,"ts":%b,%b' % (lane_ids, format_microseconds(start), msgspec.json.encode(counter)[1:])
 
     def left_out(self, reason: str) -> bytes | None:
         self._account.dropped_entries[reason] += 1
@@ -419,7 +432,7 @@ class _Rewriter:
         raw = bytes(entry.get("cat", _MISSING))
         plan = self._plans.get(raw)
         if plan is None:  # the first event of its category
-            spelled = decoded(raw)
+            spelled = decode_json(raw)
             text = spelled if isinstance(spelled, str) else ""
             category = cat.FROM_KINETO.get(text.lower(), cat.OTHER)
             names, kernels, policy = self._rules.names, self._rules.kernels, self._rules.policy
@@ -457,9 +470,9 @@ class _Rewriter:
                 b",",
                 self.where(entry, device=plan.device),
                 b',"ts":',
-                microseconds(start),
+                format_microseconds(start),
                 b',"dur":',
-                microseconds(duration),
+                format_microseconds(duration),
                 b',"args":{' + args + b"}}" if args else b"}",
             )
         )
@@ -469,15 +482,15 @@ class _Rewriter:
         raw = bytes(entry.get("name", _MISSING))
         if raw in plan.names:
             return plan.names[raw]
-        value = decoded(raw)
+        value = decode_json(raw)
         text = value if isinstance(value, str) else "" if value is None else raw.decode("utf-8", "replace")
-        made: bytes | None = encode_utf8(json.dumps(plan.name(text), ensure_ascii=False))
+        encoded_name: bytes | None = encode_utf8(json.dumps(plan.name(text), ensure_ascii=False))
         if COMMUNICATION.match(text):
             plan.talking.add(raw)
         elif plan.some and not (STEP.fullmatch(text) or LOADING.match(text) or text in self._facts.steps):
-            made = None
-        plan.names[raw] = made
-        return made
+            encoded_name = None
+        plan.names[raw] = encoded_name
+        return encoded_name
 
     def rewritten(self, entry: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
         raw = entry.get("args")
@@ -499,12 +512,12 @@ class _Rewriter:
         key = (bytes(entry.get("pid", _MISSING)), bytes(entry.get("tid", _MISSING)), device)
         ids = self._lanes.get(key)
         if ids is None:
-            pid, tid = (decoded(raw) for raw in key[:2])
+            pid, tid = (decode_json(raw) for raw in key[:2])
             if device is None:
                 hosts = self._facts.hosts
                 device = (str(pid), str(tid)) not in hosts and str(pid) not in {process for process, _ in hosts}
-            shown = [self.identity(value, on_device=device) for value in (pid, tid)]
-            ids = self._lanes[key] = b'"pid":' + shown[0] + b',"tid":' + shown[1]
+            id_texts = [self.identity(value, on_device=device) for value in (pid, tid)]
+            ids = self._lanes[key] = b'"pid":' + id_texts[0] + b',"tid":' + id_texts[1]
         return ids
 
     def identity(self, value: Any, *, on_device: bool) -> bytes:
@@ -520,21 +533,21 @@ class _Rewriter:
         return b'""'
 
 
-def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:
+def _decode_entries(part: Slice) -> list[dict[str, msgspec.Raw]]:
     """Each entry as key -> JSON text; malformed ones are mended as the reader mends them."""
     try:
         entries = _ENTRIES.decode(b"[" + part.text + b"]")
-    except MALFORMED:
+    except PARSE_ERRORS:
         pass
     else:
         if len(entries) == len(part.entries):
             return entries
     entries = []
-    for at, length in sorted(set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True))):
-        body = part.text[at : at + length].strip().strip(b",")
+    for offset, length in sorted(set(zip((part.offsets - part.base).tolist(), part.lengths.tolist(), strict=True))):
+        body = part.text[offset : offset + length].strip().strip(b",")
         try:
             entries += _ENTRIES.decode(b"[" + body + b"]")
-        except MALFORMED:
+        except PARSE_ERRORS:
             entries += [
                 {str(key): msgspec.Raw(json.dumps(value).encode("utf-8", "replace")) for key, value in entry.items()}
                 for entry in repair_event(body)
@@ -542,7 +555,7 @@ def _decoded(part: Slice) -> list[dict[str, msgspec.Raw]]:
     return entries
 
 
-def write_kineto(facts: TraceFacts, rules: Rules, account: Account, target: Path, *, unix: bool) -> None:
+def write_kineto(facts: TraceFacts, rules: Rules, account: RewriteStats, target: Path, *, unix: bool) -> None:
     """Rewrite a Kineto trace into a new file.
 
     The entries beside the events are known at the end only, but stand in front: they are written last and joined.
@@ -554,16 +567,16 @@ def write_kineto(facts: TraceFacts, rules: Rules, account: Account, target: Path
     rewriter = _Rewriter(facts, rules, account)
     ending = ".gz" if target.name.endswith(".gz") else ""
     body, head = (target.with_name(f"{target.name}.{part}{ending}") for part in ("body", "head"))
-    with opened(body) as out:
+    with open_output(body) as out:
         first = True
-        for piece in rewriter.pieces():
-            out.write(piece if first else b",\n" + piece)
-            account.scan(piece)
+        for chunk in rewriter.pieces():
+            out.write(chunk if first else b",\n" + chunk)
+            account.scan(chunk)
             first = False
         out.write(b"\n]}\n")
-    metadata = Metadata(rules.names, rules.policy, account).rewrite(rewriter.metadata, unix=unix)
+    metadata = MetadataRewriter(rules.names, rules.policy, account).rewrite(rewriter.metadata, unix=unix)
     text = encode_utf8(json.dumps(metadata, ensure_ascii=False))[:-1] + b',"traceEvents":[\n'
     account.scan(text)
-    with opened(head) as out:
+    with open_output(head) as out:
         out.write(text)
-    joined([head, body], target)
+    concatenate_files([head, body], target)

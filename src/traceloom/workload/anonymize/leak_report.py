@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from traceloom.formats.links import element_size
+from traceloom.formats.links import get_element_size
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import FROM_KINETO
 from traceloom.workload.anonymize.kineto import KEYS
@@ -22,32 +22,32 @@ from traceloom.workload.anonymize.policy import (
     FIT,
     KEEP,
     LETTERS,
-    Account,
     Policy,
-    host_names,
+    RewriteStats,
     is_schema,
     is_type,
-    sections,
+    list_host_names,
+    read_sections,
 )
 from traceloom.workload.anonymize.sizes import WORDS, Shapes
 
 PSEUDONYM, PUBLIC, FORMAT, OTHER = "pseudonym", "public", "format", "other"
-_OURS = re.compile(rf"(?<![a-z])[{ALPHABET}]{{{LETTERS}}}(?![a-z])")
+_PSEUDONYM_PATTERN = re.compile(rf"(?<![a-z])[{ALPHABET}]{{{LETTERS}}}(?![a-z])")
 _NUMBERS = re.compile(r"-?[\d.]+|\[[\d,\s.\-\[\]]*\]|")
 _LONG_NUMBER = re.compile(r"\d{2,}")
 _PART = re.compile(r"\(\d{1,4}\)$")  # of an operator in several parts, as Chakra files have them
 _WORD = re.compile(r"[A-Za-z]{5,}|\d{5,}")
-_LEAST_DIMENSION = 17  # smaller numbers are tile sizes and element widths as often as dimensions
-_MOST_SHAPES = 100_000
+_MIN_DIMENSION = 17  # smaller numbers are tile sizes and element widths as often as dimensions
+_MAX_SHAPES = 100_000
 # Words by which our own pseudonyms tell what a thing does; they come from us, not from the input.
 # Keys and fixed words of the formats.
 _KEYS = (
-    sections()["format"]
+    read_sections()["format"]
     | frozenset((*KEYS, *KNOWN_KEYS))
     | frozenset(FROM_KINETO)
     | frozenset(("Kernel", "Runtime", "Operator", "Trace", "Memcpy", "Memset", "Python"))
 )
-_SPOKEN = sections()["spoken"]
+_SPOKEN_WORDS = read_sections()["spoken"]
 
 
 @dataclass(slots=True)
@@ -65,77 +65,79 @@ class HiddenShapes:
     def add_trace(self, trace: Trace) -> None:
         """Take the input shapes of a trace's operators."""
         for shapes, types in trace.tensors.select("shapes", "types").unique().iter_rows():
-            self.add(_listed(shapes), _listed(types))
+            self.add(_parse_list(shapes), _parse_list(types))
 
     def add(self, shapes: list[Any], types: list[Any]) -> None:
         """Take the shapes and element types of one operator's inputs."""
         tensor_shapes = []
-        for at, dims in enumerate(shapes):
+        for index, dims in enumerate(shapes):
             if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
-                kind = types[at] if at < len(types) and isinstance(types[at], str) else ""
+                kind = types[index] if index < len(types) and isinstance(types[index], str) else ""
                 inner = re.sub(r"^Tensor\((.*)\)$", r"\1", kind)
                 tensor_shapes.append(tuple(dims))
-                if len(self.shapes) < _MOST_SHAPES:
-                    self.shapes.add((tuple(dims), element_size(inner) or 0))
+                if len(self.shapes) < _MAX_SHAPES:
+                    self.shapes.add((tuple(dims), get_element_size(inner) or 0))
         for left, right in pairwise(tensor_shapes):
-            if len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2] and len(self.products) < _MOST_SHAPES:
+            if len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2] and len(self.products) < _MAX_SHAPES:
                 flops = 2 * math.prod(left) * right[-1]
                 self.products[flops] = f"{list(left)} x {list(right)}"
 
-    def given_away(self, shapes: Shapes, kept: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def given_away(self, shapes: Shapes, kept_names: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Each hidden shape that the output still tells, and by what.
 
         Args:
             shapes: What sizes became, and which stand in the output unrounded.
-            kept: Names that stayed as they are and are not public.
+            kept_names: Names that stayed as they are and are not public.
         """
         exact = shapes.exact
-        numbers = {int(text) for string in kept for text in _LONG_NUMBER.findall(string) if len(text) < 12}
+        numbers = {int(text) for string in kept_names for text in _LONG_NUMBER.findall(string) if len(text) < 12}
         for dims, size in sorted(self.shapes):
             if shapes.rounds and all(shapes.rounded(n) == n for n in dims):
                 continue  # it stands in the output, as one of many that would look the same
             count = math.prod(dims)
-            by = []
-            if size and count * size >= _LEAST_DIMENSION and count * size in exact:
-                by.append("bytes")
-            if count >= _LEAST_DIMENSION and count in exact:
-                by.append("elements or grid")
-            named = [n for n in dims if n >= _LEAST_DIMENSION and n in numbers]
-            if named:
-                by.append(f"names ({', '.join(map(str, named))})")
-            if by:
-                yield {"shape": list(dims), "by": by}
-        for flops, shown in sorted(self.products.items()):
+            channels = []
+            if size and count * size >= _MIN_DIMENSION and count * size in exact:
+                channels.append("bytes")
+            if count >= _MIN_DIMENSION and count in exact:
+                channels.append("elements or grid")
+            dims_in_names = [n for n in dims if n >= _MIN_DIMENSION and n in numbers]
+            if dims_in_names:
+                channels.append(f"names ({', '.join(map(str, dims_in_names))})")
+            if channels:
+                yield {"shape": list(dims), "by": channels}
+        for flops, product in sorted(self.products.items()):
             if flops in exact:
-                yield {"shape": shown, "by": ["floating-point operations"]}
+                yield {"shape": product, "by": ["floating-point operations"]}
 
 
-def leak_report(
-    account: Account, names: Pseudonyms, shapes: Shapes, hidden: HiddenShapes, policy: Policy
+def build_leak_report(
+    account: RewriteStats, names: Pseudonyms, shapes: Shapes, hidden: HiddenShapes, policy: Policy
 ) -> dict[str, Any]:
     """Everything that the output tells in words, and the shapes it tells otherwise."""
     classes: dict[str, list[str]] = {PSEUDONYM: [], PUBLIC: [], FORMAT: [], OTHER: []}
     unchanged = names.unchanged()
-    for text in sorted(_text(raw) for raw in account.strings):
-        classes[PUBLIC if text in unchanged else _class(text, names)].append(text)
+    for text in sorted(_decode_text(raw) for raw in account.strings):
+        classes[PUBLIC if text in unchanged else _classify_text(text, names)].append(text)
     # Words of hidden or dropped texts that stand in the output all the same, with one text that holds each.
-    where: dict[str, str] = {}
+    text_by_word: dict[str, str] = {}
     for text in classes[OTHER] + classes[PSEUDONYM]:
         for word in _WORD.findall(text.lower()):
-            where.setdefault(word, text)
+            text_by_word.setdefault(word, text)
     echoes: dict[str, str] = {}
-    for text in (*names.hidden(), *(_text(raw.strip(b'"')) for raw in account.texts)):
+    for text in (*names.hidden(), *(_decode_text(raw.strip(b'"')) for raw in account.texts)):
         for word in _WORD.findall(text.lower()):
-            if word in where and word not in _SPOKEN:
+            if word in text_by_word and word not in _SPOKEN_WORDS:
                 echoes.setdefault(word, text)
-    away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes, names.kept))
+    leaked_shapes = [] if policy.shapes == KEEP else list(hidden.given_away(shapes, names.kept))
     distinct = {dims for dims, _ in hidden.shapes}
     rounded = {tuple(map(shapes.rounded, dims)) for dims in distinct}
     return {
         "strings": [{"text": text, "class": kind} for kind, texts in classes.items() for text in texts],
         "counts": {kind: len(texts) for kind, texts in classes.items()},
         "kept_by_policy": sorted(names.kept),
-        "echoes": [{"word": word, "of": text[:200], "in": where[word][:200]} for word, text in sorted(echoes.items())],
+        "echoes": [
+            {"word": word, "of": text[:200], "in": text_by_word[word][:200]} for word, text in sorted(echoes.items())
+        ],
         "arguments": dict(account.kept_arguments),
         "shapes": {
             "policy": policy.shapes,
@@ -145,12 +147,12 @@ def leak_report(
             if shapes.rounds
             else None,
             "kept_factors": sorted(shapes.kept_factors or ()) if policy.shapes == FIT else None,
-            "given_away": away,
+            "given_away": leaked_shapes,
         },
     }
 
 
-def _class(text: str, names: Pseudonyms) -> str:
+def _classify_text(text: str, names: Pseudonyms) -> str:
     text = _PART.sub("", text)
     if text in names.kept:
         return OTHER
@@ -158,21 +160,21 @@ def _class(text: str, names: Pseudonyms) -> str:
         return FORMAT
     if (
         text in WORDS
-        or text in host_names()
-        or text in sections()["calls"]
+        or text in list_host_names()
+        or text in read_sections()["calls"]
         or text in OPERATIONS
-        or text in sections()["modules"]
+        or text in read_sections()["modules"]
     ):
         return PUBLIC
-    if _OURS.search(text):
+    if _PSEUDONYM_PATTERN.search(text):
         return PSEUDONYM
     if _NUMBERS.fullmatch(text) or is_type(text) or is_schema(text):
         return PUBLIC
     prefix = "autograd::engine::evaluate_function: "
-    return PUBLIC if text.startswith(prefix) and text[len(prefix) :] in host_names() else OTHER
+    return PUBLIC if text.startswith(prefix) and text[len(prefix) :] in list_host_names() else OTHER
 
 
-def _listed(text: str | None) -> list[Any]:
+def _parse_list(text: str | None) -> list[Any]:
     try:
         value = json.loads(text) if text else []
     except ValueError:
@@ -180,7 +182,7 @@ def _listed(text: str | None) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     """A JSON text without its quotes, or bytes that are none."""
     try:
         return str(json.loads(b'"' + raw + b'"'))

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from traceloom.formats.kineto_metadata import whole
+from traceloom.formats.kineto_metadata import parse_whole_number
 from traceloom.graph.graph import STAGES
 from traceloom.workload.anonymize.names import Pseudonyms
-from traceloom.workload.anonymize.policy import DROP, KEEP, Account, Policy, is_type
+from traceloom.workload.anonymize.policy import DROP, KEEP, Policy, RewriteStats, is_type
 from traceloom.workload.anonymize.sizes import Shapes
 
 # A base time that every reader takes for Unix time, and nobody for the truth: 2001-10-01, a multiple of Kineto's unit.
@@ -41,13 +41,13 @@ _MODEL = re.compile(
     r"\b((?:GB|GH|[ABHLTVPK])\d{1,3}(?:S|G|X)?|MI\d{2,3}[AX]?|RTX (?:A?\d{4}|PRO \d{4})(?: Ti| SUPER)?"
     r"|GTX \d{4}(?: Ti)?|Titan (?:V|RTX|Xp)|Max \d{4}|Gaudi ?[23]?|W\d{4}|Graphics)(?=\b|-)"
 )
-_FORM = re.compile(r"\b(SXM\d?|PCIe|HBM\d(?:e)?|\d{2,3} ?GB|NVL|OAM)\b")
+_FORM_FACTOR = re.compile(r"\b(SXM\d?|PCIe|HBM\d(?:e)?|\d{2,3} ?GB|NVL|OAM)\b")
 
 
-class Metadata:
+class MetadataRewriter:
     """Rewrites what stands beside the events."""
 
-    def __init__(self, names: Pseudonyms, policy: Policy, account: Account) -> None:
+    def __init__(self, names: Pseudonyms, policy: Policy, account: RewriteStats) -> None:
         self._names = names
         self._policy = policy
         self._account = account
@@ -61,33 +61,33 @@ class Metadata:
         """
         out: dict[str, Any] = {"schemaVersion": 1}
         for key, value in metadata.items():
-            made: Any = None
+            new_value: Any = None
             if key in ("schemaVersion", "baseTimeNanoseconds", "displayTimeUnit"):
                 continue
             if key == "distributedInfo":
-                made = self._distributed(value)
+                new_value = self._distributed(value)
             elif key == "deviceProperties":
                 items = value if isinstance(value, list) else []
-                made = [self._device(item) for item in items if isinstance(item, dict)]
+                new_value = [self._device(item) for item in items if isinstance(item, dict)]
             elif key in _FLAGS:
-                made = int(bool(value)) if isinstance(value, (bool, int)) else None
+                new_value = int(bool(value)) if isinstance(value, (bool, int)) else None
             elif key in _VERSIONS:
-                made = self.version(value)
+                new_value = self.version(value)
             elif key in _JOBS:
-                made = f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
+                new_value = f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
             elif key == "host_name":
-                made = self.host(value)
+                new_value = self.host(value)
             elif key in self._policy.keep_arguments and isinstance(value, (int, float)):
-                made = value
-            if made is None:
+                new_value = value
+            if new_value is None:
                 expected = key in (
                     "traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS
                 )  # fmt: skip
-                self._account.drop(key, text_of(value), unknown=not expected)
+                self._account.drop(key, encode_json(value), unknown=not expected)
             else:
-                out[key] = made
+                out[key] = new_value
         if self._policy.times == KEEP:
-            base = whole(metadata.get("baseTimeNanoseconds"))
+            base = parse_whole_number(metadata.get("baseTimeNanoseconds"))
             return out if base is None else out | {"baseTimeNanoseconds": base}
         return out | {"baseTimeNanoseconds": BASE_NS} if unix else out
 
@@ -114,8 +114,8 @@ class Metadata:
         if model is None:
             return ""
         vendor = _VENDOR.search(value)
-        forms = [match[0] for match in _FORM.finditer(value)]
-        return " ".join(part for part in (vendor[0] if vendor else "", model[1], *forms) if part)
+        form_factors = [match[0] for match in _FORM_FACTOR.finditer(value)]
+        return " ".join(part for part in (vendor[0] if vendor else "", model[1], *form_factors) if part)
 
     def backend(self, value: Any) -> str | None:
         """A back end of communication, or several with the devices they serve."""
@@ -128,13 +128,13 @@ class Metadata:
         properties = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
         name = self.device_name(item.get("name"))
         for key in item.keys() - properties.keys() - {"name"}:
-            self._account.drop(f"deviceProperties.{key}", text_of(item[key]), unknown=True)
+            self._account.drop(f"deviceProperties.{key}", encode_json(item[key]), unknown=True)
         return properties if name is None else properties | {"name": name}
 
     def _distributed(self, value: Any) -> Any:
         if not isinstance(value, dict):
             return None
-        out: dict[str, Any] = {key: value[key] for key in _SIMPLE if whole(value.get(key)) is not None}
+        out: dict[str, Any] = {key: value[key] for key in _SIMPLE if parse_whole_number(value.get(key)) is not None}
         backend, nccl_version = self.backend(value.get("backend")), value.get("nccl_version")
         if backend is not None:
             out["backend"] = backend
@@ -152,24 +152,24 @@ class Metadata:
                     group["pg_desc"] = self._names.description(item["pg_desc"])
                 if (backend := self.backend(item.get("backend_config"))) is not None:
                     group["backend_config"] = backend
-                if whole(item.get("pg_size")) is not None:
+                if parse_whole_number(item.get("pg_size")) is not None:
                     group["pg_size"] = item["pg_size"]
-                if (ranks := rank_list(item.get("ranks"))) is not None:
+                if (ranks := check_rank_list(item.get("ranks"))) is not None:
                     group["ranks"] = ranks
                 for key in item.keys() - group.keys():
-                    self._account.drop(f"pg_config.{key}", text_of(item[key]), unknown=True)
+                    self._account.drop(f"pg_config.{key}", encode_json(item[key]), unknown=True)
                 out["pg_config"].append(group)
         for key in value.keys() - out.keys():
-            self._account.drop(f"distributedInfo.{key}", text_of(value[key]), unknown=True)
+            self._account.drop(f"distributedInfo.{key}", encode_json(value[key]), unknown=True)
         return out
 
 
-def text_of(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """A value as JSON, for the account of what is left out."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def rank_list(value: Any) -> Any:
+def check_rank_list(value: Any) -> Any:
     """A list of ranks, or its text; None for anything else."""
     if isinstance(value, str):
         return value if re.fullmatch(r"\[[\d,\s]*(\.\.\.)?\s*\]?", value) else None
@@ -209,7 +209,7 @@ _NOTICES = frozenset(
 _LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
 
 
-class Captures:
+class CaptureRewriter:
     """Rewrites capture.json.
 
     Args:
@@ -222,27 +222,35 @@ class Captures:
     """
 
     def __init__(  # noqa: PLR0917  (what all rewriting needs)
-        self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account, origin_ns: int, files: dict[str, str]
+        self,
+        names: Pseudonyms,
+        shapes: Shapes,
+        policy: Policy,
+        account: RewriteStats,
+        origin_ns: int,
+        files: dict[str, str],
     ) -> None:
         self._names = names
         self._shapes = shapes
         self._account = account
         self._files = files
-        self._metadata = Metadata(names, policy, account)
+        self._metadata = MetadataRewriter(names, policy, account)
         self._keeps_times = policy.times == KEEP
         moved_ns = 0 if self._keeps_times else BASE_NS - origin_ns
-        self._time = _through(lambda time_ns: time_ns + moved_ns)
+        self._time = _make_integer_rule(lambda time_ns: time_ns + moved_ns)
 
     def rewrite(self, document: dict[str, Any]) -> bytes:
         """The new capture.json."""
         ranks = document.get("ranks")
-        timed = dict.fromkeys(("exit_code", "signal"), _whole) | dict.fromkeys(("started_ns", "ended_ns"), self._time)
+        run_rules = dict.fromkeys(("exit_code", "signal"), _check_integer) | dict.fromkeys(
+            ("started_ns", "ended_ns"), self._time
+        )
         out: dict[str, Any] = {
             "format": "traceloom-capture",
             "version": 1,
             "traceloom": self._metadata.version(document.get("traceloom")),
             "stage": stage if (stage := document.get("stage")) in STAGES else None,
-            "run": self._by(document.get("run"), timed, "run"),
+            "run": self._by(document.get("run"), run_rules, "run"),
             "ranks": [],
         }
         for entry in ranks if isinstance(ranks, list) else []:
@@ -254,21 +262,21 @@ class Captures:
                     name = file.rpartition("/")[2].partition(".")[0]
                 out["ranks"].append(self._by(entry, self._rank_rules(name), "rank"))
         for key in document.keys() - out.keys():
-            self._account.drop(f"capture.{key}", text_of(document[key]), unknown=True)
+            self._account.drop(f"capture.{key}", encode_json(document[key]), unknown=True)
         text = json.dumps(out, separators=(",", ":")).encode() + b"\n"
         self._account.scan(text)
         return text
 
-    def _by(self, value: Any, rules: dict[str, Rule], where: str) -> dict[str, Any]:
+    def _by(self, value: Any, rules: dict[str, Rule], section: str) -> dict[str, Any]:
         """An object by its rules; a key without a rule, and a value that its rule does not know, are left out."""
         out: dict[str, Any] = {}
         for key, item in value.items() if isinstance(value, dict) else ():
             rule = rules.get(key)
-            made = rule(item) if rule is not None and item is not None else None
-            if rule is not None and (made is not None or item is None):
-                out[key] = made
+            new_value = rule(item) if rule is not None and item is not None else None
+            if rule is not None and (new_value is not None or item is None):
+                out[key] = new_value
             else:
-                self._account.drop(f"{where}.{key}", text_of(item), unknown=rule is None)
+                self._account.drop(f"{section}.{key}", encode_json(item), unknown=rule is None)
         return out
 
     def _file(self, value: Any) -> str | None:
@@ -277,12 +285,12 @@ class Captures:
     def _rank_rules(self, name: str | None) -> dict[str, Rule]:
         names, shapes, metadata = self._names, self._shapes, self._metadata
 
-        def objects(rules: dict[str, Rule], where: str) -> Rule:
-            return lambda value: [self._by(item, rules, where) for item in (value if isinstance(value, list) else [])]
+        def objects(rules: dict[str, Rule], section: str) -> Rule:
+            return lambda value: [self._by(item, rules, section) for item in (value if isinstance(value, list) else [])]
 
-        def columns(rules: dict[str, Rule], where: str) -> Rule:
-            each = {key: _each(rule) for key, rule in rules.items()}
-            return lambda value: self._by(value, each, where)
+        def columns(rules: dict[str, Rule], section: str) -> Rule:
+            list_rules = {key: _make_list_rule(rule) for key, rule in rules.items()}
+            return lambda value: self._by(value, list_rules, section)
 
         def group(value: Any) -> str:
             return names.group(str(value))
@@ -294,87 +302,92 @@ class Captures:
                 if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(number, int)
             }
 
-        size, process = _through(shapes.size), _through(names.process)
+        size, process = _make_integer_rule(shapes.size), _make_integer_rule(names.process)
         device: dict[str, Rule] = {
-            "device": _whole, "memory_bytes": _whole, "multiprocessors": _whole, "name": metadata.device_name,
-            "kind": _word_of(_DEVICES), "current": lambda item: item if isinstance(item, bool) else None,
+            "device": _check_integer, "memory_bytes": _check_integer, "multiprocessors": _check_integer, "name": metadata.device_name,
+            "kind": _make_word_rule(_DEVICES), "current": lambda item: item if isinstance(item, bool) else None,
         }  # fmt: skip
         window_rules: dict[str, Rule] = {
-            "file": self._file, "kind": _word_of(_KINDS), "first_step": _whole,
-            "step_count": _whole, "start_ns": self._time, "end_ns": self._time,
+            "file": self._file, "kind": _make_word_rule(_KINDS), "first_step": _check_integer,
+            "step_count": _check_integer, "start_ns": self._time, "end_ns": self._time,
         }  # fmt: skip
         graph_step: dict[str, Rule] = {
-            "step": _whole,
-            "duration_ns": _whole,
+            "step": _check_integer,
+            "duration_ns": _check_integer,
             "file": self._file,
             "host_file": self._file,
             "sources": lambda _: None,  # code
         }
         groups: dict[str, Rule] = {
             "name": group, "group": group, "description": lambda item: names.description(str(item)),
-            "backend": metadata.backend, "ranks": rank_list, "size": _whole,
+            "backend": metadata.backend, "ranks": check_rank_list, "size": _check_integer,
         }  # fmt: skip
         collectives: dict[str, Rule] = {
-            **dict.fromkeys(("group", "kind", "type", "sequence", "peer"), _whole),
+            **dict.fromkeys(("group", "kind", "type", "sequence", "peer"), _check_integer),
             "groups": group, "kinds": lambda item: names.operation(str(item)),
             "types": lambda item: item if is_type(str(item)) else "",
             "bytes_in": size, "bytes_out": size, "start_ns": self._time, "thread": process,
         }  # fmt: skip
-        steps = {"start_ns": self._time, "duration_ns": _whole, "cpu_ns": _whole, "state": _word_of(_STATES)}
-        overhead = dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}
-        notices = objects({"slug": _word_of(_NOTICES)}, "notices")  # the slug alone: messages hold paths
+        steps = {
+            "start_ns": self._time,
+            "duration_ns": _check_integer,
+            "cpu_ns": _check_integer,
+            "state": _make_word_rule(_STATES),
+        }
+        overhead = dict.fromkeys(_OVERHEAD, _check_number) | {"ratio_of": _make_word_rule(_RATIOS)}
+        notices = objects({"slug": _make_word_rule(_NOTICES)}, "notices")  # the slug alone: messages hold paths
         # Times that are moved stand on the clock of the capture already.
-        of_clock: Rule = _whole if self._keeps_times else lambda _: None
-        clock = dict.fromkeys(("offset_ns", "error_ns"), of_clock)
+        clock_rule: Rule = _check_integer if self._keeps_times else lambda _: None
+        clock = dict.fromkeys(("offset_ns", "error_ns"), clock_rule)
         counts = ("rank", "world_size", "local_rank", "logical_cpus", "usable_cpus", "torch_threads")
         return {
-            **dict.fromkeys(counts, _whole),
+            **dict.fromkeys(counts, _check_integer),
             "name": lambda _: name,
             "job": group,
-            "incidental": _number,
+            "incidental": _check_number,
             "host": metadata.host,
             "clock": lambda value: self._by(value, clock, "clock"),
             "process": process,
             "devices": objects(device, "devices"),
             "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, metadata.version), "versions"),
-            "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _number), "settings"),
+            "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _check_number), "settings"),
             "groups": objects(groups, "groups"),
             "created_ns": self._time,
             "written_ns": self._time,
             # Of an exception that ended the process not even the name, which may be the user's.
-            "ended": lambda value: "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value),
+            "ended": lambda value: "exception" if str(value).startswith("exception") else _make_word_rule(_ENDS)(value),
             "replay_of": lambda value: "a recorded run" if isinstance(value, str) else None,  # that it is one
             "window": lambda value: self._by(value, window_rules, "window"),
             "windows": objects(window_rules, "window"),
             "graph_step": lambda value: self._by(value, graph_step, "graph_step"),
-            "step_source": _word_of(_SOURCES),
+            "step_source": _make_word_rule(_SOURCES),
             "steps": columns(steps, "steps"),
             "collectives": columns(collectives, "collectives"),
             "live_bytes_at_start": live,
-            "thread_cpu": columns({"thread": process, "time_ns": self._time, "cpu_ns": _whole}, "thread_cpu"),
+            "thread_cpu": columns({"thread": process, "time_ns": self._time, "cpu_ns": _check_integer}, "thread_cpu"),
             "overhead": lambda value: self._by(value, overhead, "overhead"),
             "notices": lambda value: [out | {"message": ""} if out else {} for out in notices(value)],
             **dict.fromkeys(_LEFT_OUT, lambda _: None),
         }
 
 
-def _word_of(words: frozenset[str]) -> Rule:
-    return lambda value: value if isinstance(value, str) and value in words else None
+def _make_word_rule(allowed_words: frozenset[str]) -> Rule:
+    return lambda value: value if isinstance(value, str) and value in allowed_words else None
 
 
-def _each(rule: Rule) -> Rule:
+def _make_list_rule(rule: Rule) -> Rule:
     """A rule for every item of a list; None where there is no list."""
     return lambda items: [None if item is None else rule(item) for item in items] if isinstance(items, list) else None
 
 
-def _through(function: Callable[[int], int]) -> Rule:
+def _make_integer_rule(function: Callable[[int], int]) -> Rule:
     """A rule for whole numbers: what a function makes of them."""
-    return lambda value: None if (number := _whole(value)) is None else function(number)
+    return lambda value: None if (number := _check_integer(value)) is None else function(number)
 
 
-def _whole(value: Any) -> int | None:
+def _check_integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
 
 
-def _number(value: Any) -> Any:
+def _check_number(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) else None

@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from traceloom.analyze import host_events
 from traceloom.analyze.collective_names import KERNEL_KINDS
-from traceloom.analyze.data_loading import SPAN
-from traceloom.analyze.host_events import BY_NAME
-from traceloom.analyze.kernel_rules import built_in_rules
-from traceloom.formats.links import kind_of
-from traceloom.trace.vocabulary import copy_kind, memory_kinds
-from traceloom.workload.anonymize.policy import COLLAPSE, KEEP, Key, Policy, host_names, sections
+from traceloom.analyze.data_loading import LOADER_SPAN
+from traceloom.analyze.host_events import BLOCKING_CALL_PATTERN
+from traceloom.analyze.kernel_rules import load_built_in_category_rules
+from traceloom.formats.links import classify_collective
+from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
+from traceloom.workload.anonymize.policy import COLLAPSE, KEEP, Key, Policy, list_host_names, read_sections
 
 _EVALUATE = "autograd::engine::evaluate_function: "
 STEP = re.compile(r"(ProfilerStep#\s*|traceloom\.step#\s*)(\d{1,9})")
@@ -27,14 +27,14 @@ _PEER = re.compile(r"(->|<-)\s*(\d{1,6})")
 _MODULE = re.compile(r"nn\.Module: (.*?)(_\d+)?", re.DOTALL)
 _DIGITS = re.compile(r"\d+")
 COMMUNICATION = re.compile(r"(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|record_param_comms$")
-LOADING = re.compile(SPAN)
-_KNOWN_KINDS = sections()["kinds"]
+LOADING = re.compile(LOADER_SPAN)
+_KNOWN_KINDS = read_sections()["kinds"]
 # What PyTorch itself calls the operations, beside the kinds.
-OPERATIONS = sections()["operations"]
+OPERATIONS = read_sections()["operations"]
 _LOADER_ITERATOR = "_BaseDataLoaderIter"  # wherever it stands, time goes into loading
 _NAMED = (  # a mark at the front of a name, and what it becomes; the first that fits
     (re.compile(r"^enumerate\(DataLoader\)#"), "enumerate(DataLoader)#{}"),
-    (re.compile(SPAN), "enumerate(SomeDataLoader)#{}"),
+    (re.compile(LOADER_SPAN), "enumerate(SomeDataLoader)#{}"),
     (re.compile(r"^autograd::engine::"), "autograd::engine::{}"),
     (re.compile(r"^Optimizer\.step#"), "Optimizer.step#{}"),
     (re.compile(r"^Optimizer\.zero_grad#"), "Optimizer.zero_grad#{}"),
@@ -53,10 +53,10 @@ _NAMED = (  # a mark at the front of a name, and what it becomes; the first that
 _WORDS = tuple(
     (re.compile(pattern), word)
     for (_, pattern), word in zip(
-        host_events.WORD_PHASES, ("data_load", "forward", "backward", "optimizer"), strict=True
+        host_events.WORD_PHASE_PATTERNS, ("data_load", "forward", "backward", "optimizer"), strict=True
     )
 )
-_PYTHON = tuple((phase, re.compile(pattern)) for phase, pattern in host_events.PYTHON_PHASES)
+_PYTHON = tuple((phase, re.compile(pattern)) for phase, pattern in host_events.PYTHON_PHASE_PATTERNS)
 _PUBLIC_FRAME = re.compile(
     r"(?:^|/)(torch/_tensor\.py\(\d{1,6}\): backward"
     r"|torch/autograd/(?:__init__|graph)\.py\(\d{1,6}\): (?:backward|grad|_engine_run_backward)"
@@ -64,15 +64,15 @@ _PUBLIC_FRAME = re.compile(
     r"|threading\.py\(\d{1,6}\): (?:wait|_wait_for_tstate_lock))$"
 )
 _COLLECTING = ("Python GC", "<built-in function collect>")  # where Python collects garbage
-_BUILT_IN = re.compile(host_events.BLOCKING_PYTHON)
-_PLACE_OF_PHASE = {
+_BUILT_IN = re.compile(host_events.BLOCKING_PYTHON_PATTERN)
+_PHASE_PATHS = {
     host_events.LOADING: "torch/utils/data/{}",
     host_events.BACKWARD: "torch/autograd/graph.py(0): backward",
     host_events.OPTIMIZER: "torch/optim/{}",
     host_events.COMMUNICATION: "torch/distributed/distributed_c10d.py {}",
 }
-_BLOCKING = re.compile(BY_NAME)
-_BLOCKING_ELSEWHERE = re.compile(host_events.BLOCKING_RUNTIME)
+_BLOCKING = re.compile(BLOCKING_CALL_PATTERN)
+_BLOCKING_ELSEWHERE = re.compile(host_events.BLOCKING_RUNTIME_PATTERN)
 _CALL_WORDS = ("Launch", "Graph", "Memcpy", "Memset", "Malloc", "Free", "EventRecord", "StreamWaitEvent", "Query")
 _THREAD = re.compile(r"python[\d.]{0,8}|pt_main_thread|pt_autograd_\d{1,4}|pt_data_(pin|worker)|stream \d{1,10} *|")
 _INNER_THREAD = re.compile(r"thread -?\d+ \((.*)\)", re.DOTALL)
@@ -106,21 +106,21 @@ class Pseudonyms:
         if remembered is not None:
             return remembered
         if self._keep is not None and self._keep.fullmatch(name):
-            made = self.keep(name)
+            new_name = self.keep(name)
         else:
-            made = make(name)
-            if made != name:
-                self.originals.setdefault(made, name)
-        self._known[kind, name] = made
-        return made
+            new_name = make(name)
+            if new_name != name:
+                self.originals.setdefault(new_name, name)
+        self._known[kind, name] = new_name
+        return new_name
 
     def hidden(self) -> set[str]:
         """All names that became something else."""
-        return {name for (_, name), shown in self._known.items() if shown != name}
+        return {name for (_, name), new_name in self._known.items() if new_name != name}
 
     def unchanged(self) -> set[str]:
         """All names that are public and stayed as they are."""
-        return {name for (_, name), shown in self._known.items() if shown == name} - self.kept
+        return {name for (_, name), new_name in self._known.items() if new_name == name} - self.kept
 
     def keep(self, name: str) -> str:
         """A name that the policy keeps, whatever it is."""
@@ -147,44 +147,50 @@ class Pseudonyms:
         return self.shown("host", name, self._host)
 
     def _host(self, name: str) -> str:
-        if self._policy.public_names == KEEP and name in host_names():
+        if self._policy.public_names == KEEP and name in list_host_names():
             return name
         if self._policy.names == KEEP:
             return self.keep(name)
         optimizer, backend = _OPTIMIZER.fullmatch(name), _BACKEND.fullmatch(name)
-        if name in sections()["regions"] or STEP.fullmatch(name) or _LOADER.fullmatch(name):
+        if name in read_sections()["regions"] or STEP.fullmatch(name) or _LOADER.fullmatch(name):
             return name
-        if optimizer and optimizer[2] in sections()["optimizers"]:
+        if optimizer and optimizer[2] in read_sections()["optimizers"]:
             return name
         if name.startswith(_EVALUATE):
-            shown = _EVALUATE + self.host(name[len(_EVALUATE) :])
+            new_name = _EVALUATE + self.host(name[len(_EVALUATE) :])
         elif name.startswith(host_events.SCOPE_PREFIX):
             # All words of phases stay in their part, so that scopes stay within each other.
-            shown = host_events.SCOPE_PREFIX + ".".join(
+            new_name = host_events.SCOPE_PREFIX + ".".join(
                 "".join([self._numbered("scope", part), *(f" ({word})" for mark, word in _WORDS if mark.search(part))])
                 for part in name[len(host_events.SCOPE_PREFIX) :].split(".")
             )
         elif name.startswith("nn.Module: "):
-            shown = self._module(name)
+            new_name = self._module(name)
         elif backend:  # `nccl:all_reduce`, `gloo:send 0->1`: kind and peer stay
             operation = backend[2]
             peer = _PEER.search(operation)
-            plain, kind = operation.split(" ", 1)[0], kind_of(operation)
-            if plain not in OPERATIONS or kind_of(plain) != kind:
-                plain = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
-            shown = f"{backend[1]}:{plain}" + (f" {peer[1]}{peer[2]}" if peer else "")
+            base_operation, kind = operation.split(" ", 1)[0], classify_collective(operation)
+            if base_operation not in OPERATIONS or classify_collective(base_operation) != kind:
+                base_operation = f"{kind if kind in _KNOWN_KINDS else 'call'}_{self._key.letters(operation)}"
+            new_name = f"{backend[1]}:{base_operation}" + (f" {peer[1]}{peer[2]}" if peer else "")
         else:
-            shown = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
-            shown = next((template for mark, template in _NAMED if mark.search(name)), "{}").format(shown)
-            if name.startswith("[") and not shown.startswith("["):
-                shown = f"[{shown}]"
-            shown += "".join(f" ({word})" for mark, word in _WORDS if mark.search(name) and not mark.search(shown))
-        return f"{shown} {_LOADER_ITERATOR}" if _LOADER_ITERATOR in name and _LOADER_ITERATOR not in shown else shown
+            new_name = f"op_{self._key.letters(name)}" if "::" in name else self._numbered("region", name)
+            new_name = next((template for mark, template in _NAMED if mark.search(name)), "{}").format(new_name)
+            if name.startswith("[") and not new_name.startswith("["):
+                new_name = f"[{new_name}]"
+            new_name += "".join(
+                f" ({word})" for mark, word in _WORDS if mark.search(name) and not mark.search(new_name)
+            )
+        return (
+            f"{new_name} {_LOADER_ITERATOR}"
+            if _LOADER_ITERATOR in name and _LOADER_ITERATOR not in new_name
+            else new_name
+        )
 
     def _module(self, name: str) -> str:
         match = _MODULE.fullmatch(name)
         kind, number = (match[1], match[2] or "") if match else (name, "")
-        if kind not in sections()["modules"] or self._policy.public_names != KEEP:
+        if kind not in read_sections()["modules"] or self._policy.public_names != KEEP:
             kind = f"module_{self._key.letters(kind)}"
         return f"nn.Module: {kind}{'' if self._policy.structure == COLLAPSE else number[:8]}"
 
@@ -202,12 +208,12 @@ class Pseudonyms:
         public = _PUBLIC_FRAME.search(name)
         if public or name in _COLLECTING:
             return public[1] if public else name
-        shown = f"python_{self._key.letters(name)}"
+        pseudonym = f"python_{self._key.letters(name)}"
         waits = _BUILT_IN.match(name)
         if waits:
-            return f"<built-in {waits[1]} {waits[2]} {shown}>"
+            return f"<built-in {waits[1]} {waits[2]} {pseudonym}>"
         phase = next((phase for phase, pattern in _PYTHON if pattern.search(name)), None)
-        return _PLACE_OF_PHASE[phase].format(shown) if phase in _PLACE_OF_PHASE else shown
+        return _PHASE_PATHS[phase].format(pseudonym) if phase in _PHASE_PATHS else pseudonym
 
     # -- runtime and driver calls, threads, lanes -------------------------------------------------------------
 
@@ -216,16 +222,16 @@ class Pseudonyms:
         return self.shown("call", name, self._call)
 
     def _call(self, name: str) -> str:
-        if name in sections()["calls"]:
+        if name in read_sections()["calls"]:
             return name
-        words = [word for word in _CALL_WORDS if word in name]
+        call_words = [word for word in _CALL_WORDS if word in name]
         if "Async" in name:
-            words.append("Async")
-        elif _BLOCKING.search(name) and not words:
-            words.append("Synchronize")
+            call_words.append("Async")
+        elif _BLOCKING.search(name) and not call_words:
+            call_words.append("Synchronize")
         if _BLOCKING_ELSEWHERE.search(name):
-            words.append("Synchronize")
-        return "_".join([f"call_{self._key.letters(name)}", *words])
+            call_words.append("Synchronize")
+        return "_".join([f"call_{self._key.letters(name)}", *call_words])
 
     def thread(self, name: str) -> str:
         """The name of a thread or process."""
@@ -250,7 +256,7 @@ class Pseudonyms:
         """The name of a collective operation."""
         if text in OPERATIONS:
             return text
-        kind = kind_of(text)
+        kind = classify_collective(text)
         return kind if kind in OPERATIONS else self.pseudonym("collective", text)
 
     # -- groups, hosts ----------------------------------------------------------------------------------------
@@ -275,9 +281,9 @@ class Pseudonyms:
         """A process or thread of the operating system; numbers that stand for no process stay."""
         if number <= 0 or self._policy.processes == KEEP:
             return number
-        shown = self._key.number(str(number), "process")
-        self.numbers[shown] = number
-        return shown
+        pseudonym = self._key.number(str(number), "process")
+        self.numbers[pseudonym] = number
+        return pseudonym
 
     def pointer(self, number: int) -> int:
         """A stream, queue or context that is given by its address."""
@@ -307,7 +313,7 @@ MARKS = {
     "rocm-copy": "__amd_rocclr_copy",
     "rocm-fill": "__amd_rocclr_fill",
 }
-_RULES = tuple((rule.name, re.compile(rule.pattern, re.IGNORECASE)) for rule in built_in_rules())
+_RULES = tuple((rule.name, re.compile(rule.pattern, re.IGNORECASE)) for rule in load_built_in_category_rules())
 _KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in KERNEL_KINDS)
 
 # What a kernel computes, by the families that libraries name; the first that fits.
@@ -357,16 +363,16 @@ class KernelNames:
     def _kernel(self, name: str) -> str:
         if self._policy.kernels == KEEP:
             return self._names.keep(name)
-        letters = "" if self._policy.structure == COLLAPSE else self._names.letters(name)
+        suffix = "" if self._policy.structure == COLLAPSE else self._names.letters(name)
         rule = next((rule for rule, pattern in _RULES if pattern.search(name)), None)
         if rule in ("rocm-copy", "rocm-fill"):
-            return _joined(MARKS[rule], "", letters)
+            return _join_name(MARKS[rule], "", suffix)
         if rule is not None:
             lower = name.lower()
             kind = next((kind for kind, pattern in _KINDS if pattern.search(lower)), "")
-            return _joined(MARKS[rule], kind, letters)
+            return _join_name(MARKS[rule], kind, suffix)
         family = next((family for family, pattern in _FAMILIES if pattern.search(name)), "kernel")
-        return _joined(family, "", letters)
+        return _join_name(family, "", suffix)
 
     def copy(self, name: str) -> str:
         """A copy or fill: its direction and the kinds of memory."""
@@ -379,7 +385,7 @@ class KernelNames:
         kind = copy_kind(name)
         if kind == "fill":
             return "Memset"
-        source, target = memory_kinds(name)
+        source, target = parse_memory_kinds(name)
         arrow = ""
         if source in _MEMORY and target in _MEMORY:
             arrow = f" ({source.title()} -> {target.title()})"
@@ -389,10 +395,10 @@ class KernelNames:
 _DEEP_EP = {"layout": "get_dispatch_layout"}  # kinds that its kernels spell in another way
 
 
-def _joined(mark: str, kind: str, letters: str) -> str:
+def _join_name(mark: str, kind: str, suffix: str) -> str:
     """`nccl_all_reduce_letters`: the mark in front, so that the same rule finds it, then the kind."""
     if mark == "ep::":
-        return f"ep::{_joined(_DEEP_EP.get(kind or '', kind or 'kernel'), '', letters)}"
+        return f"ep::{_join_name(_DEEP_EP.get(kind or '', kind or 'kernel'), '', suffix)}"
     if kind == "reduce":
-        return f"{mark}kernel_reduce_{letters}"
-    return "_".join(part for part in (mark, kind, letters) if part)
+        return f"{mark}kernel_reduce_{suffix}"
+    return "_".join(part for part in (mark, kind, suffix) if part)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.errors import InputError, OutputError, UsageError, other_version
-from traceloom.system.files import note_input, read_small
+from traceloom.system.files import read_small, remember_input
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,7 +33,7 @@ KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = "keep", "pseudonym", "bucket", "
 COLLAPSE = "collapse"
 FIT, CALLS = "fit", "calls"
 FORMAT = "traceloom-anonymize-policy"
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 
 # Field -> what it may be; the first is the default.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -120,47 +120,47 @@ def read_policy(path: Path | None) -> Policy:
     if path is None:
         return Policy()
     try:
-        document = tomllib.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
+        document = tomllib.loads(read_small(path, _MAX_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
         raise InputError(f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)) from error
-    where = str(path)
-    chosen: dict[str, Any] = {}
+    location = str(path)
+    settings: dict[str, Any] = {}
     for key, value in document.items():
         if key == "format":
             if value != FORMAT:
-                raise InputError(f"expected the format `{FORMAT}`, got {value!r}", slug="bad-policy", where=where)
+                raise InputError(f"expected the format `{FORMAT}`, got {value!r}", slug="bad-policy", where=location)
         elif key == "version":
             if value != 1:
-                raise other_version("policy", value, 1, where)
+                raise other_version("policy", value, 1, location)
         elif key in ("keep_names", "keep_arguments"):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=where)
+                raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=location)
             try:
                 re.compile("|".join(f"(?:{item})" for item in value) if key == "keep_names" else "")
             except re.error as error:
                 message = f"a text in `keep_names` is no regular expression: {error}"
-                raise InputError(message, slug="bad-policy", where=where) from error
-            chosen[key] = tuple(value)
+                raise InputError(message, slug="bad-policy", where=location) from error
+            settings[key] = tuple(value)
         elif key in CHOICES:
             if value not in CHOICES[key]:
                 allowed = ", ".join(f'"{choice}"' for choice in CHOICES[key])
                 raise InputError(
-                    f"expected `{key}` to be one of {allowed}, got {value!r}", slug="bad-policy", where=where
+                    f"expected `{key}` to be one of {allowed}, got {value!r}", slug="bad-policy", where=location
                 )
-            chosen[key] = value
+            settings[key] = value
         else:
             hint = f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}"
-            raise InputError(f"`{key}` is no part of a policy", slug="bad-policy", where=where, hint=hint)
-    return Policy(**chosen)
+            raise InputError(f"`{key}` is no part of a policy", slug="bad-policy", where=location, hint=hint)
+    return Policy(**settings)
 
 
 # Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks by which names are told.
 ALPHABET = "bfghjkmnpqrstvxz"
 LETTERS = 10
 KEY_BYTES = 32
-_LEAST_KEY = 16
-_MOST_KEY = 1 << 16
+_MIN_KEY_BYTES = 16
+_MAX_KEY_BYTES = 1 << 16
 _LETTERS_OF_BYTE = tuple(ALPHABET[byte >> 4] + ALPHABET[byte & 15] for byte in range(256))
 
 
@@ -191,7 +191,7 @@ class Key:
         return 10**8 + int.from_bytes(self.digest(label, text)[:8], "big") % (9 * 10**8)
 
 
-def random_key() -> Key:
+def generate_key() -> Key:
     """A key that nobody keeps."""
     return Key(secrets.token_bytes(KEY_BYTES))
 
@@ -208,7 +208,7 @@ def read_key(path: Path) -> tuple[Key, bool]:
     """
     try:
         with path.open("rb") as file:
-            secret = file.read(_MOST_KEY + 1)
+            secret = file.read(_MAX_KEY_BYTES + 1)
     except FileNotFoundError:
         secret = secrets.token_hex(KEY_BYTES).encode() + b"\n"
         try:
@@ -218,14 +218,14 @@ def read_key(path: Path) -> tuple[Key, bool]:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise OutputError(f"the key cannot be kept in `{path}`: {reason}", slug="cannot-write") from error
-        note_input(path)
+        remember_input(path)
         return Key(secret), True
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise InputError(f"the key cannot be read: {reason}", slug="bad-key", where=str(path)) from error
-    if not _LEAST_KEY <= len(secret.strip()) <= _MOST_KEY:
+    if not _MIN_KEY_BYTES <= len(secret.strip()) <= _MAX_KEY_BYTES:
         raise InputError(
-            f"expected a key of {_LEAST_KEY} to {_MOST_KEY} bytes, got {len(secret)}",
+            f"expected a key of {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} bytes, got {len(secret)}",
             slug="bad-key",
             where=str(path),
             hint="name a file that is not there yet, and a good key is made",
@@ -235,60 +235,60 @@ def read_key(path: Path) -> tuple[Key, bool]:
 
 _WORD = re.compile(r"[A-Za-z_]\w*|\d+")
 _SCHEMA = re.compile(r"[\w:]+(\.\w+)?\(.*\) -> .*", re.DOTALL)
-_SIGNS = re.compile(r"[\w\s:.,()\[\]{}<>*&!?=|+\-\"']*")
+_ALLOWED_CHARACTERS = re.compile(r"[\w\s:.,()\[\]{}<>*&!?=|+\-\"']*")
 _NUMBER_LENGTH = 4  # longer numbers must be in the list: defaults such as 9223372036854775807 are
 
 
 @lru_cache(maxsize=1)
-def sections() -> dict[str, frozenset[str]]:
+def read_sections() -> dict[str, frozenset[str]]:
     """Section of the list -> its names: those of PyTorch, and a few lists of our own."""
     names_by_section: dict[str, set[str]] = {}
-    into: set[str] = set()
+    section_names: set[str] = set()
     for line in (
         files("traceloom.workload.anonymize").joinpath("public_names.txt").read_text(encoding="utf-8").splitlines()
     ):
         if line.startswith("=== "):
-            into = names_by_section.setdefault(line[4:], set())
+            section_names = names_by_section.setdefault(line[4:], set())
         elif line:
-            into.add(line)
+            section_names.add(line)
     return {name: frozenset(names) for name, names in names_by_section.items()}
 
 
 @lru_cache(maxsize=1)
-def host_names() -> frozenset[str]:
+def list_host_names() -> frozenset[str]:
     """Names of operators, autograd nodes and regions that PyTorch gives itself."""
-    by_section = sections()
-    return by_section["ops"] | by_section["nodes"] | by_section["regions"]
+    sections = read_sections()
+    return sections["ops"] | sections["nodes"] | sections["regions"]
 
 
 def is_schema(text: str) -> bool:
     """Whether an operator's schema consists of public words only."""
-    if not _SCHEMA.fullmatch(text) or not _SIGNS.fullmatch(text):
+    if not _SCHEMA.fullmatch(text) or not _ALLOWED_CHARACTERS.fullmatch(text):
         return False
     name = text.split("(", 1)[0]
-    if name.split(".", 1)[0] not in sections()["ops"]:
+    if name.split(".", 1)[0] not in read_sections()["ops"]:
         return False
-    public_words = sections()["words"] | sections()["types"]
-    words = (word for part in (text.split("(", 1)[1], name.partition(".")[2]) for word in _WORD.findall(part))
-    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in words)
+    public_words = read_sections()["words"] | read_sections()["types"]
+    schema_words = (word for part in (text.split("(", 1)[1], name.partition(".")[2]) for word in _WORD.findall(part))
+    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in schema_words)
 
 
 def is_type(text: str) -> bool:
     """Whether a type's name, as `Tensor(c10::Half)` or `long int`, consists of public words only."""
-    type_words = sections()["types"]
-    return _SIGNS.fullmatch(text) is not None and all(
+    type_words = read_sections()["types"]
+    return _ALLOWED_CHARACTERS.fullmatch(text) is not None and all(
         word in type_words or (word.isdigit() and len(word) <= 2) for word in _WORD.findall(text)
     )
 
 
 _STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
-_MOST_REMEMBERED = 200_000  # distinct texts that were left out; the leak report compares with them
-_LONGEST = 2000
+_MAX_REMEMBERED = 200_000  # distinct texts that were left out; the leak report compares with them
+_MAX_TEXT_BYTES = 2000
 _NUMERIC = frozenset((b"", *(bytes([digit]) for digit in b"-0123456789tfn")))
 
 
 @dataclass(slots=True)
-class Account:
+class RewriteStats:
     """Counts over all files, or of one; `add` puts them together.
 
     Attributes:
@@ -317,8 +317,8 @@ class Account:
         self.dropped[key] += 1
         if unknown:
             self.unknown.add(key)
-        if value is not None and value[:1] not in _NUMERIC and len(self.texts) < _MOST_REMEMBERED:
-            self.texts.add(value[:_LONGEST])
+        if value is not None and value[:1] not in _NUMERIC and len(self.texts) < _MAX_REMEMBERED:
+            self.texts.add(value[:_MAX_TEXT_BYTES])
 
     def refuse(self, key: str, value: bytes | None = None) -> None:
         """Count a value that is not what it should be, and is left out."""
@@ -332,7 +332,7 @@ class Account:
         else:  # every second part between quotes is a text
             self.strings.update(output.split(b'"')[1::2])
 
-    def add(self, other: Account) -> None:
+    def add(self, other: RewriteStats) -> None:
         """Take the counts of another account."""
         self.entries_in += other.entries_in
         self.entries_out += other.entries_out

@@ -14,36 +14,28 @@ from traceloom.formats import read_kineto
 from traceloom.system import files
 from traceloom.system.text import encode_utf8
 from traceloom.workload.anonymize import inputs as sources
-from traceloom.workload.anonymize.chakra import ChakraRewriter, first_start_us, write_groups
-from traceloom.workload.anonymize.collapse import fused
+from traceloom.workload.anonymize.chakra import ChakraRewriter, find_first_start, write_groups
+from traceloom.workload.anonymize.collapse import merge_host_work
 from traceloom.workload.anonymize.host_trace import HostRewriter
 from traceloom.workload.anonymize.inputs import ENDINGS, InputFile, InputFiles, Staging
 from traceloom.workload.anonymize.kineto import Rules, TraceFacts, write_kineto
-from traceloom.workload.anonymize.leak_report import HiddenShapes, leak_report
-from traceloom.workload.anonymize.metadata import Captures
+from traceloom.workload.anonymize.leak_report import HiddenShapes, build_leak_report
+from traceloom.workload.anonymize.metadata import CaptureRewriter
 from traceloom.workload.anonymize.names import KernelNames, Pseudonyms
-from traceloom.workload.anonymize.policy import (
-    CALLS,
-    COLLAPSE,
-    FIT,
-    ZERO,
-    Account,
-    Key,
-    Policy,
-)
+from traceloom.workload.anonymize.policy import CALLS, COLLAPSE, FIT, ZERO, Key, Policy, RewriteStats
 from traceloom.workload.anonymize.sizes import Shapes
 from traceloom.workload.anonymize.utility_report import (
     Measure,
+    build_dry_run_report,
+    choose_kept_factors,
     compare,
     measure,
     measure_chakra,
     measure_job,
-    proof,
-    settle,
 )
 
-Say = Callable[[str], None]
-_MOST_LINKED = 1 << 29  # bytes of files; more are not linked only to be compared
+StatusCallback = Callable[[str], None]
+_MAX_LINKED_BYTES = 1 << 29  # bytes of files; more are not linked only to be compared
 _GRAIN_NS = 1_000_000  # times begin at a whole millisecond
 
 
@@ -65,7 +57,7 @@ class Anonymized:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _FirstPass:
     """What the first reading of a device trace tells."""
 
     facts: TraceFacts
@@ -85,18 +77,18 @@ class _AnonymizeRun:
         say: Told what is being done.
     """
 
-    def __init__(self, inputs: InputFiles, policy: Policy, key: Key, say: Say) -> None:
+    def __init__(self, inputs: InputFiles, policy: Policy, key: Key, on_status: StatusCallback) -> None:
         self._inputs = inputs
-        self._say = say
+        self._say = on_status
         names = Pseudonyms(key, policy)
         self.rules = Rules(policy, names, Shapes(policy), KernelNames(names, policy))
-        self.account = Account()
+        self.account = RewriteStats()
         self.hidden = HiddenShapes()
         self.files: list[dict[str, Any]] = []
         self.utility: list[dict[str, Any]] = []
         self.refused: list[InputError] = []
         self.replay: dict[str, Any] | None = None
-        self._seen: dict[Path, _Seen] = {}
+        self._seen: dict[Path, _FirstPass] = {}
         self._origin_us: int | None = None
         self._collapsed = policy.structure == COLLAPSE
 
@@ -115,7 +107,7 @@ class _AnonymizeRun:
                 if source.kind == sources.KINETO:
                     self._seen[source.path] = self.measured(source)
                 elif source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
-                    first = first_start_us(source.path)
+                    first = find_first_start(source.path)
                     if first is not None:
                         self._origin_us = first if self._origin_us is None else min(first, self._origin_us)
             except InputError as error:
@@ -126,7 +118,7 @@ class _AnonymizeRun:
         unsettled = ""
         if self.rules.policy.shapes == FIT:
             self._say("rounding sizes so that they fit each other")
-            unsettled = settle([source for source in usable if source.kind == sources.HOST], self.rules)
+            unsettled = choose_kept_factors([source for source in usable if source.kind == sources.HOST], self.rules)
         for number, source in enumerate(usable, start=1):
             self._say(f"rewriting file {number} of {len(usable)}")
             try:
@@ -136,21 +128,25 @@ class _AnonymizeRun:
         if not self.files:
             raise self.refused[0]
         rules, origin_ns = self.rules, self.origin_ns(unix=True)
-        for folder, (document, name) in self._inputs.captures.items():
+        for directory, (document, name) in self._inputs.captures.items():
             target = stage.path(f"{name}capture.json")
-            renamed = {source.path.name: Path(source.name).name for source in usable if source.path.parent == folder}
-            captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
+            renamed = {source.path.name: Path(source.name).name for source in usable if source.path.parent == directory}
+            captures = CaptureRewriter(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
             target.write_bytes(captures.rewrite(document))
-            self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
+            self.files.append(
+                {"input": str(directory / "capture.json"), "output": target.name, "kind": sources.CAPTURE}
+            )
         if rules.policy.scalars == CALLS:
             self._say("running all operators dry")
-            self.replay = proof(self.written(stage, [source for source in usable if not source.graph]), unsettled)
+            self.replay = build_dry_run_report(
+                self.written(stage, [source for source in usable if not source.graph]), unsettled
+            )
         # Link all ranks together, before and after, where there is more than one file to link. Collapsed host traces
         # fit no device trace any more, on purpose.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
         linked = [source for source in self._inputs.files if source.kind in kinds]
         size = sum(source.path.stat().st_size for source in linked)
-        if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
+        if len(linked) < 2 or not self._seen or size > _MAX_LINKED_BYTES:
             return
         self._say("linking all ranks, before and after")
         folders = [] if self._collapsed else list(self._inputs.captures)
@@ -160,13 +156,15 @@ class _AnonymizeRun:
         if not isinstance(before, str):
             self.compare(None, None, before, {} if isinstance(after, str) else after, [])
 
-    def written(self, stage: Staging, chosen: list[InputFile]) -> list[Path]:
+    def written(self, stage: Staging, selected: list[InputFile]) -> list[Path]:
         """Rewritten captures, and of the other files those that are chosen."""
         folders = {} if self._collapsed else self._inputs.captures
-        loose = [source for source in chosen if source.path.parent not in folders and not source.graph]
-        return [stage.folder / name for _, name in folders.values()] + [stage.folder / each.name for each in loose]
+        loose = [source for source in selected if source.path.parent not in folders and not source.graph]
+        return [stage.folder / name for _, name in folders.values()] + [
+            stage.folder / source_file.name for source_file in loose
+        ]
 
-    def measured(self, source: InputFile) -> _Seen:
+    def measured(self, source: InputFile) -> _FirstPass:
         trace = read_kineto(source.path, capture=source.entry)
         self.hidden.add_trace(trace)
         hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
@@ -181,7 +179,7 @@ class _AnonymizeRun:
             steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
             facts = replace(
                 facts,
-                threads=tuple(fused(trace)),
+                threads=tuple(merge_host_work(trace)),
                 steps=names,
                 step_ns={start: end - start for start, end in steps.iter_rows()},
                 window_ns=(trace.start_ns, trace.end_ns) if trace.events.height else None,
@@ -190,29 +188,31 @@ class _AnonymizeRun:
         firsts: list[Any] = [column.min() for column in columns]
         first_ns = min((int(first) for first in firsts if first is not None), default=0)
         notices = {notice.slug for notice in trace.notices}
-        return _Seen(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
+        return _FirstPass(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
 
     def origin_ns(self, *, unix: bool) -> int:
         """One origin for all files whose times can be compared."""
         if self.rules.policy.times != ZERO:
             return 0
-        firsts = [seen.first_ns for seen in self._seen.values() if seen.unix == unix]
+        firsts = [first_pass.first_ns for first_pass in self._seen.values() if first_pass.unix == unix]
         return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
 
     def rewrite(self, source: InputFile, target: Path) -> None:
         """One file, and what the analyses say of it before and after."""
-        account = Account()
+        account = RewriteStats()
         if source.kind == sources.KINETO:
-            seen = self._seen[source.path]
+            first_pass = self._seen[source.path]
             # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
             zeroed = self.rules.policy.times == ZERO
-            origin_ns = self.origin_ns(unix=seen.unix) if zeroed else seen.facts.base_ns
-            write_kineto(replace(seen.facts, origin_ns=origin_ns), self.rules, account, target, unix=seen.unix)
+            origin_ns = self.origin_ns(unix=first_pass.unix) if zeroed else first_pass.facts.base_ns
+            write_kineto(
+                replace(first_pass.facts, origin_ns=origin_ns), self.rules, account, target, unix=first_pass.unix
+            )
             after = read_kineto(target, capture=source.entry)
-            fresh = sorted({notice.slug for notice in after.notices} - seen.notices)
-            self.compare(source.name, after.rank, seen.measure, measure(after), fresh)
-            seen.measure = {}
-            seen.facts = replace(seen.facts, threads=())
+            fresh = sorted({notice.slug for notice in after.notices} - first_pass.notices)
+            self.compare(source.name, after.rank, first_pass.measure, measure(after), fresh)
+            first_pass.measure = {}
+            first_pass.facts = replace(first_pass.facts, threads=())
         elif source.kind == sources.HOST:
             HostRewriter(source.path, self.rules, account, self.hidden).write(target)
         elif source.kind == sources.GROUPS:
@@ -250,7 +250,7 @@ class _AnonymizeRun:
             **{key: value for key, value in self.account.to_dict().items() if key.startswith("dropped")},
             "utility": self.utility,
             **({} if self.replay is None else {"replay": self.replay}),
-            "leaks": leak_report(self.account, rules.names, rules.shapes, self.hidden, rules.policy),
+            "leaks": build_leak_report(self.account, rules.names, rules.shapes, self.hidden, rules.policy),
         }
 
     def map(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class _AnonymizeRun:
             "format": "traceloom-anonymize-map",
             "version": 1,
             "names": names.originals,
-            "processes": {str(shown): number for shown, number in names.numbers.items()},
+            "processes": {str(pseudonym): number for pseudonym, number in names.numbers.items()},
             "files": {entry["output"]: entry["input"] for entry in self.files},
             "origin_ns": {"unix": str(self.origin_ns(unix=True)), "other": str(self.origin_ns(unix=False))},
         }
@@ -274,7 +274,7 @@ def anonymize(
     mapping: Path | None = None,
     *,
     force: bool = False,
-    say: Say = lambda _: None,
+    on_status: StatusCallback = lambda _: None,
 ) -> Anonymized:
     """Rewrite traces so that they can be shared; the same kinds of files come out.
 
@@ -285,7 +285,7 @@ def anonymize(
         key: Makes the pseudonyms.
         mapping: Where the owner's map goes; None makes none.
         force: Replace what was written there before.
-        say: Told what is being done.
+        on_status: Told what is being done.
 
     Raises:
         UsageError: slug `wrong-usage`: the output is among the inputs.
@@ -295,28 +295,28 @@ def anonymize(
     with files.protect_inputs(inputs):
         all_sources = sources.find(inputs)
         for source in all_sources.files:
-            files.note_input(source.path)
+            files.remember_input(source.path)
         single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(ENDINGS)
         if single:
             # The name in the stage decides whether the file is compressed: that of the output does.
             source = all_sources.files[0]
             source.name = source.name.removesuffix(".gz") + (".gz" if output.name.lower().endswith(".gz") else "")
-        run = _AnonymizeRun(all_sources, policy, key, say)
-        beside = output.with_name(f"{output.name}.anonymize.json")
+        run = _AnonymizeRun(all_sources, policy, key, on_status)
+        report_path = output.with_name(f"{output.name}.anonymize.json")
         staging = Staging(output, single=single, force=force)
-        for path in (beside, mapping):
+        for path in (report_path, mapping):
             if path is not None:
                 files.refuse_existing(path, force=force)
         with staging as stage:
             run.write(stage)
             report = run.report()
             if mapping is not None:
-                _private(mapping, run.map(), force=force)
-            _private(beside, report, force=force)
+                _write_private(mapping, run.map(), force=force)
+            _write_private(report_path, report, force=force)
             stage.commit(all_sources.files[0].name if single else None)
-        return Anonymized(output, report, beside, [str(error) for error in run.refused])
+        return Anonymized(output, report, report_path, [str(error) for error in run.refused])
 
 
-def _private(path: Path, document: dict[str, Any], *, force: bool) -> None:
+def _write_private(path: Path, document: dict[str, Any], *, force: bool) -> None:
     text = encode_utf8(json.dumps(document, indent=1, ensure_ascii=False)) + b"\n"
     files.write(path, lambda handle: handle.write(text), force=force, private=True)

@@ -17,18 +17,18 @@ from typing import Any
 
 import msgspec
 
-from traceloom.formats.resync import MALFORMED
+from traceloom.formats.resync import PARSE_ERRORS
 from traceloom.workload.anonymize.policy import BUCKET, DROP, FIT, KEEP, Policy
 from traceloom.workload.replay.schema import OperatorSchema, SchemaArgument
 
 _TOP_BITS = 5  # of running totals: within 3 %
-_MOST_KNOWN = 50_000  # lists of shapes that are remembered
-_MOST_DEPTH = 8
-_LARGEST = 1 << 48  # a larger number is no size, but the end of all slices
-Maybe = bytes | None
+_MAX_CACHED = 50_000  # lists of shapes that are remembered
+_MAX_DEPTH = 8
+_MAX_SIZE = 1 << 48  # a larger number is no size, but the end of all slices
+OptionalBytes = bytes | None
 
 
-def bucket(number: int) -> int:
+def round_to_power_of_two(number: int) -> int:
     """The power of two that is nearest by ratio, with the sign of the number; 0 stays 0.
 
     Example:
@@ -43,8 +43,8 @@ def bucket(number: int) -> int:
     return rounded if number > 0 else -rounded
 
 
-@lru_cache(_MOST_KNOWN)
-def prime_factors(number: int) -> tuple[int, ...]:
+@lru_cache(_MAX_CACHED)
+def find_prime_factors(number: int) -> tuple[int, ...]:
     """The prime factors of a number from 1 on, ascending.
 
     Example:
@@ -60,19 +60,21 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return (*factors, number) if number > 1 else tuple(factors)
 
 
-def by_factors(number: int, kept: Collection[int] = ()) -> int:
+def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
     """The number with each prime factor rounded by `bucket`, but for those that are kept; below 2 as it is.
 
     Example:
         >>> by_factors(8 * 96), by_factors(8) * by_factors(96), by_factors(768, {3})
         (1024, 1024, 768)
     """
-    if not 2 < number < _LARGEST:
+    if not 2 < number < _MAX_SIZE:
         return number
-    return math.prod(factor if factor in kept else bucket(factor) for factor in prime_factors(number))
+    return math.prod(
+        factor if factor in kept_factors else round_to_power_of_two(factor) for factor in find_prime_factors(number)
+    )
 
 
-def coarse(number: int) -> int:
+def round_total(number: int) -> int:
     """A running total with its five leading bits: rounded by at most 3 %."""
     shift = max(0, abs(number).bit_length() - _TOP_BITS)
     half = 1 << shift >> 1
@@ -90,7 +92,7 @@ class Shapes:
 
     def __init__(self, policy: Policy) -> None:
         self._mode = policy.shapes
-        self._known: dict[bytes, Maybe] = {}
+        self._known: dict[bytes, OptionalBytes] = {}
         self.exact: set[int] = set()
         self.kept_factors: frozenset[int] | None = frozenset()
 
@@ -102,8 +104,8 @@ class Shapes:
     def rounded(self, number: int) -> int:
         """A size after rounding."""
         if self._mode == FIT:
-            return number if self.kept_factors is None else by_factors(number, self.kept_factors)
-        return bucket(number) if self._mode == BUCKET else number
+            return number if self.kept_factors is None else round_prime_factors(number, self.kept_factors)
+        return round_to_power_of_two(number) if self._mode == BUCKET else number
 
     @property
     def rounds(self) -> bool:
@@ -119,21 +121,21 @@ class Shapes:
         """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the report says so."""
         if self.rounds:
             return self.rounded(number)
-        if len(self.exact) < _MOST_KNOWN:
+        if len(self.exact) < _MAX_CACHED:
             self.exact.add(abs(number))
         return number
 
     def total(self, number: int) -> int:
         """A running total of bytes."""
-        return coarse(number) if self.rounds else number
+        return round_total(number) if self.rounds else number
 
-    def dims(self, raw: bytes) -> Maybe:
+    def dims(self, raw: bytes) -> OptionalBytes:
         """A nested list of dimensions as JSON; None leaves it out."""
         if self._mode == DROP:
             return None
-        return self._listed(b"d", raw, lambda value: _each(value, self.rounded))
+        return self._listed(b"d", raw, lambda value: _apply_nested(value, self.rounded))
 
-    def counts(self, raw: bytes) -> Maybe:
+    def counts(self, raw: bytes) -> OptionalBytes:
         """A nested list of dimensions with the number of elements in their place."""
         return self._listed(b"c", raw, self._counted)
 
@@ -144,88 +146,90 @@ class Shapes:
             return [self.size(math.prod(value))]
         return [self._counted(item) for item in value]
 
-    def strides(self, raw: bytes, dims: bytes) -> Maybe:
+    def strides(self, raw: bytes, dims: bytes) -> OptionalBytes:
         """A nested list of strides beside its dimensions; rounded shapes get the strides of the same order."""
 
         def restrided(value: Any) -> Any:
             try:
                 shape = msgspec.json.decode(dims)
-            except MALFORMED:
+            except PARSE_ERRORS:
                 return None
-            return _restrided(value, shape) if _whole(shape) else None
+            return _compute_strides(value, shape) if _is_nested_integers(shape) else None
 
         if self._mode == DROP:
             return None
         if self._mode == BUCKET:
             return self._listed(b"s" + dims + b"\0", raw, restrided)
-        return self._listed(b"s", raw, lambda value: _each(value, self.rounded))  # products of dimensions stay such
+        return self._listed(
+            b"s", raw, lambda value: _apply_nested(value, self.rounded)
+        )  # products of dimensions stay such
 
-    def grid(self, raw: bytes) -> Maybe:
+    def grid(self, raw: bytes) -> OptionalBytes:
         """A launch grid; it tells the shape as bytes do."""
 
         def made(value: Any) -> Any:
             if not isinstance(value, list):
                 return None
             if self.rounds:
-                return _each(value, bucket)
+                return _apply_nested(value, round_to_power_of_two)
             self.size(math.prod(n for n in value if isinstance(n, int)))
             return value
 
         return None if self._mode == DROP else self._listed(b"g", raw, made)
 
-    def splits(self, raw: bytes) -> Maybe:
+    def splits(self, raw: bytes) -> OptionalBytes:
         """Sizes of the parts of an uneven exchange, as a list or as its text."""
-        return self._listed(b"p", raw, lambda value: _each(value, self.size), text=True)
+        return self._listed(b"p", raw, lambda value: _apply_nested(value, self.size), text=True)
 
-    def _listed(self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False) -> Maybe:
+    def _listed(self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False) -> OptionalBytes:
         """What `make` makes of a nested list of whole numbers, as JSON; with `text` the list may stand in a text."""
         key = kind + raw
         if key in self._known:
             return self._known[key]
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > _MAX_CACHED:
             self._known.clear()
-        made = None
+        encoded = None
         try:
             value = msgspec.json.decode(raw)
             text = text and isinstance(value, str)
             value = msgspec.json.decode(value) if text else value
-        except MALFORMED:
+        except PARSE_ERRORS:
             value = None
-        if _whole(value) and (new := make(value)) is not None:
-            made = msgspec.json.encode(new)
-            made = msgspec.json.encode(made.decode()) if text else made
-        self._known[key] = made
-        return made
+        if _is_nested_integers(value) and (new := make(value)) is not None:
+            encoded = msgspec.json.encode(new)
+            encoded = msgspec.json.encode(encoded.decode()) if text else encoded
+        self._known[key] = encoded
+        return encoded
 
 
-def _whole(value: Any, depth: int = 0) -> bool:
+def _is_nested_integers(value: Any, depth: int = 0) -> bool:
     """A nested list of whole numbers, or one."""
     if isinstance(value, list):
-        return depth < _MOST_DEPTH and all(_whole(item, depth + 1) for item in value)
+        return depth < _MAX_DEPTH and all(_is_nested_integers(item, depth + 1) for item in value)
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _each(value: Any, function: Any) -> Any:
-    return [_each(item, function) for item in value] if isinstance(value, list) else function(value)
+def _apply_nested(value: Any, function: Any) -> Any:
+    return [_apply_nested(item, function) for item in value] if isinstance(value, list) else function(value)
 
 
-def _restrided(strides: Any, shape: Any) -> Any:
+def _compute_strides(strides: Any, shape: Any) -> Any:
     """Strides of the rounded shape in the same order of dimensions; [] where the tensor has gaps."""
     if not isinstance(strides, list) or not isinstance(shape, list):
         return []
     if any(isinstance(item, list) for item in strides):
         pairs = zip(strides, shape + [[]] * len(strides), strict=False)
-        return [_restrided(inner_strides, inner_shape) for inner_strides, inner_shape in pairs]
+        return [_compute_strides(inner_strides, inner_shape) for inner_strides, inner_shape in pairs]
     if len(strides) != len(shape) or any(isinstance(item, list) for item in shape):
         return []
-    made, expected, rounded = [0] * len(strides), 1, 1
-    for at in sorted(range(len(strides)), key=lambda at: (strides[at], -at)):
-        if strides[at] not in (expected, 0) and shape[at] != 1:
+    new_strides, expected, rounded = [0] * len(strides), 1, 1
+    for dim in sorted(range(len(strides)), key=lambda at: (strides[at], -at)):
+        if strides[dim] not in (expected, 0) and shape[dim] != 1:
             return []
-        made[at] = rounded if strides[at] else 0
-        if strides[at]:
-            expected, rounded = expected * shape[at], rounded * bucket(shape[at])
-    return made
+        new_strides[dim] = rounded if strides[dim] else 0
+        if strides[dim]:
+            expected, rounded = expected * shape[dim], rounded * round_to_power_of_two(shape[dim])
+    return new_strides
 
 
 # Texts by which operators choose among ways to compute.
@@ -251,42 +255,44 @@ _NO_SIZES = frozenset({
 _PLACES = frozenset({"index", "padding_idx", "seed"})
 _VALUES = frozenset({"Scalar", "number", "float"})
 _EQUATION = re.compile(r"[A-Za-z,.\s]*(?:->[A-Za-z.\s]*)?")
-_ENDLESS = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", "NaN"})
+_NON_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", "NaN"})
 
 
-def argument(value: Any, of: SchemaArgument, schema: OperatorSchema, rounded: Callable[[int], int]) -> Any:
+def rewrite_argument(
+    value: Any, argument: SchemaArgument, schema: OperatorSchema, rounded: Callable[[int], int]
+) -> Any:
     """What one recorded value becomes that is no tensor and no list; None where it must not stay.
 
     Args:
         value: As recorded.
-        of: The argument.
+        argument: The argument.
         schema: Of the operator.
         rounded: What sizes become.
     """
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
-        if of.name in _PLACES:  # the first or the last: every size has these
+        if argument.name in _PLACES:  # the first or the last: every size has these
             return max(min(value, 0), -1)
-        is_size = (of.type.leaf == "SymInt" or of.name in _SIZES) and of.name not in _NO_SIZES
-        if of.name == "stride":  # of a geometry, not of a window
+        is_size = (argument.type.leaf == "SymInt" or argument.name in _SIZES) and argument.name not in _NO_SIZES
+        if argument.name == "stride":  # of a geometry, not of a window
             is_size = any(other.name == "size" for other in schema.arguments)
         if is_size:
             return rounded(value)
-        is_value = of.type.leaf in _VALUES and of.name not in _NO_SIZES
-        return int(_harmless(value)) if is_value else value
+        is_value = argument.type.leaf in _VALUES and argument.name not in _NO_SIZES
+        return int(_replace_number(value)) if is_value else value
     if isinstance(value, float):
-        return _harmless(value)
+        return _replace_number(value)
     if isinstance(value, str):
-        if value in _ENDLESS or (of.type.leaf == "str" and value in WORDS):
+        if value in _NON_FINITE or (argument.type.leaf == "str" and value in WORDS):
             return value
-        if of.name == "equation" and _EQUATION.fullmatch(value):
-            letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
-            return value.translate(str.maketrans(letters, ascii_letters[: len(letters)]))
+        if argument.name == "equation" and _EQUATION.fullmatch(value):
+            index_letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
+            return value.translate(str.maketrans(index_letters, ascii_letters[: len(index_letters)]))
     return None
 
 
-def _harmless(value: float) -> float:
+def _replace_number(value: float) -> float:
     """A number of the same sign on the same side of 1; 0, 1 and what is not finite stay."""
     if value in (0, 1, -1) or not math.isfinite(value):
         return value

@@ -6,34 +6,36 @@ import json
 import re
 from typing import Any
 
-from traceloom.workload.anonymize.metadata import Metadata, rank_list, text_of
+from traceloom.workload.anonymize.metadata import MetadataRewriter, check_rank_list, encode_json
 from traceloom.workload.anonymize.names import OPERATIONS, Pseudonyms
-from traceloom.workload.anonymize.policy import DROP, KEEP, Account, Policy, is_type
-from traceloom.workload.anonymize.sizes import Shapes, argument
+from traceloom.workload.anonymize.policy import DROP, KEEP, Policy, RewriteStats, is_type
+from traceloom.workload.anonymize.sizes import Shapes, rewrite_argument
 from traceloom.workload.replay.schema import SchemaArgument, UnreadableSchemaError, parse_schema
-from traceloom.workload.replay.values import Kind, kinds_of
+from traceloom.workload.replay.values import Kind, parse_kinds
 
 _DEVICE = re.compile(r"(cpu|cuda|hip|xpu|mtia|hpu|npu|mps|meta|privateuseone)(:\d{1,3})?")
-_NOTHING = frozenset(f"<{kind}>" for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum"))
+_NULL_VALUES = frozenset(
+    f"<{kind}>" for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum")
+)
 _NUMBER = re.compile(r"-?inf|nan|-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
-_MOST_DEPTH = 8
-_FIELDS = 5  # of a tensor, without its device
-_SORTS = {bool: "flags", int: "whole numbers", float: "numbers, replaced", str: "words"}
+_MAX_DEPTH = 8
+_TENSOR_FIELDS = 5  # of a tensor, without its device
+_VALUE_TYPES = {bool: "flags", int: "whole numbers", float: "numbers, replaced", str: "words"}
 
-PLAIN, OF_COMMUNICATION, OF_GROUPS = "plain", "communication", "groups"
+PLAIN_VALUES, COMMUNICATION_VALUES, GROUP_VALUES = "plain", "communication", "groups"
 
 
 class Tensors:
     """Rewrites the values, shapes, strides and types of one side of an operator."""
 
-    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account) -> None:
+    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: RewriteStats) -> None:
         self._names = names
         self._shapes = shapes
         self._policy = policy
         self._account = account
-        self._metadata = Metadata(names, policy, account)
+        self._metadata = MetadataRewriter(names, policy, account)
 
-    def values(self, value: Any, kind: str = PLAIN) -> Any:
+    def values(self, value: Any, kind: str = PLAIN_VALUES) -> Any:
         """A list of tensors and values; what is left out becomes null, so that places stay.
 
         Args:
@@ -54,59 +56,61 @@ class Tensors:
             operator = parse_schema(schema)
         except UnreadableSchemaError:
             return self.values(values)
-        kinds = kinds_of(types)
+        kinds = parse_kinds(types)
         if not isinstance(values, list) or len(values) != len(kinds) or len(values) > len(operator.arguments):
             return self.values(values)
 
-        def made(value: Any, kind: Kind, of: SchemaArgument) -> Any:
+        def made(value: Any, kind: Kind, argument: SchemaArgument) -> Any:
             if isinstance(kind, tuple) and isinstance(value, list):
                 kinds_inside = kind if len(kind) == len(value) else (None,) * len(value)
-                return [made(inner, inside, of) for inner, inside in zip(value, kinds_inside, strict=True)]
+                return [
+                    made(inner, inner_kind, argument) for inner, inner_kind in zip(value, kinds_inside, strict=True)
+                ]
             if isinstance(kind, str) or value is None or (isinstance(value, str) and not self._is_text(value)):
-                return self._one(value, PLAIN, 0)
-            kept = argument(value, of, operator, self._shapes.rounded)
-            if kept is None:
-                self._account.drop("values", text_of(value))
+                return self._one(value, PLAIN_VALUES, 0)
+            rewritten = rewrite_argument(value, argument, operator, self._shapes.rounded)
+            if rewritten is None:
+                self._account.drop("values", encode_json(value))
             else:
-                self._account.kept_arguments[_SORTS[type(kept)]] += 1
-            return "" if kept is None and isinstance(value, str) else kept
+                self._account.kept_arguments[_VALUE_TYPES[type(rewritten)]] += 1
+            return "" if rewritten is None and isinstance(value, str) else rewritten
 
-        return [made(*each) for each in zip(values, kinds, operator.arguments, strict=False)]
+        return [made(*argument_fields) for argument_fields in zip(values, kinds, operator.arguments, strict=False)]
 
     @staticmethod
     def _is_text(item: str) -> bool:
         """Whether a text is a value, and does not stand for nothing or a device."""
-        return not (item in _NOTHING or _DEVICE.fullmatch(item) or item == "")
+        return not (item in _NULL_VALUES or _DEVICE.fullmatch(item) or item == "")
 
     def _one(self, item: Any, kind: str, depth: int) -> Any:
         if isinstance(item, list):
-            if depth >= _MOST_DEPTH:
+            if depth >= _MAX_DEPTH:
                 return None
             # `[tensor, storage, offset, elements, bytes of each, device]`; old files have no device.
             if (
-                len(item) not in (_FIELDS, _FIELDS + 1)
-                or not all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_FIELDS])
-                or not all(isinstance(device, str) for device in item[_FIELDS:])
+                len(item) not in (_TENSOR_FIELDS, _TENSOR_FIELDS + 1)
+                or not all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_TENSOR_FIELDS])
+                or not all(isinstance(device, str) for device in item[_TENSOR_FIELDS:])
             ):
                 return [self._one(inner, kind, depth + 1) for inner in item]
-            identity, storage, offset, count, width = item[:_FIELDS]
+            identity, storage, offset, count, width = item[:_TENSOR_FIELDS]
             size = self._shapes.size
-            devices = [device if _DEVICE.fullmatch(device) else "" for device in item[_FIELDS:]]
+            devices = [device if _DEVICE.fullmatch(device) else "" for device in item[_TENSOR_FIELDS:]]
             return [identity, storage, size(offset) if offset else 0, size(count), width, *devices]
         if isinstance(item, str):
-            if kind == OF_GROUPS:
+            if kind == GROUP_VALUES:
                 return self._groups(item)
             if not self._is_text(item):
                 return item
-            if kind == OF_COMMUNICATION:
+            if kind == COMMUNICATION_VALUES:
                 return item if item in OPERATIONS else self._names.description(item)
             if self._policy.scalars == KEEP and _NUMBER.fullmatch(item):
                 return item
-            self._account.drop("values", text_of(item))
+            self._account.drop("values", encode_json(item))
             return ""
         if item is None or isinstance(item, bool):
-            return item if kind == OF_COMMUNICATION or self._policy.scalars == KEEP else None
-        if kind == OF_COMMUNICATION and isinstance(item, int):
+            return item if kind == COMMUNICATION_VALUES or self._policy.scalars == KEEP else None
+        if kind == COMMUNICATION_VALUES and isinstance(item, int):
             return self._names.pointer(item) if depth == 0 else self._shapes.size(item)
         if self._policy.scalars != KEEP or not isinstance(item, (int, float)):
             self._account.drop("values")
@@ -135,7 +139,7 @@ class Tensors:
                 out["backend_id"] = self._names.pointer(group["backend_id"])
             if (backend := self._metadata.backend(group.get("backend_config"))) is not None:
                 out["backend_config"] = backend
-            if (ranks := rank_list(group.get("ranks"))) is not None:
+            if (ranks := check_rank_list(group.get("ranks"))) is not None:
                 out["ranks"] = ranks
             out |= {key: group[key] for key in ("group_size", "group_count") if isinstance(group.get(key), int)}
             for key in group.keys() - out.keys():
@@ -149,15 +153,15 @@ class Tensors:
             return []
         if self._policy.shapes == DROP:
             return [[] for _ in value]
-        made = self._shapes.dims(json.dumps(value).encode())
-        return [[] for _ in value] if made is None else json.loads(made)
+        encoded = self._shapes.dims(json.dumps(value).encode())
+        return [[] for _ in value] if encoded is None else json.loads(encoded)
 
     def strides(self, value: Any, shapes: Any) -> Any:
         """A list of strides beside their shapes."""
         if not isinstance(value, list):
             return []
-        made = self._shapes.strides(json.dumps(value).encode(), json.dumps(shapes).encode())
-        return [[] for _ in value] if made is None else json.loads(made)
+        encoded = self._shapes.strides(json.dumps(value).encode(), json.dumps(shapes).encode())
+        return [[] for _ in value] if encoded is None else json.loads(encoded)
 
     @staticmethod
     def types(value: Any) -> Any:
@@ -168,5 +172,5 @@ class Tensors:
 
     def splits(self, text: str) -> str:
         """Sizes of the parts of an uneven exchange."""
-        made = self._shapes.splits(json.dumps(text).encode())
-        return "[]" if made is None else str(json.loads(made))
+        encoded = self._shapes.splits(json.dumps(text).encode())
+        return "[]" if encoded is None else str(json.loads(encoded))

@@ -22,13 +22,13 @@ from traceloom.formats.chakra.files import EtReader
 from traceloom.graph.graph import Graph
 from traceloom.system import processes
 from traceloom.trace.trace import Trace
-from traceloom.workload.anonymize.collapse import number_of
+from traceloom.workload.anonymize.collapse import get_number
 from traceloom.workload.anonymize.host_trace import HostRewriter
 from traceloom.workload.anonymize.inputs import InputFile
 from traceloom.workload.anonymize.kineto import Rules
 from traceloom.workload.anonymize.leak_report import HiddenShapes
-from traceloom.workload.anonymize.policy import Account
-from traceloom.workload.anonymize.sizes import prime_factors
+from traceloom.workload.anonymize.policy import RewriteStats
+from traceloom.workload.anonymize.sizes import find_prime_factors
 
 if TYPE_CHECKING:
     from traceloom.workload.replay.dry_run import RankDryRun
@@ -40,7 +40,7 @@ _NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_
                  "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
 _FEW_EDGES = 0.01
 # Parts that `collapse` gives up: the host's own structure.
-OF_STRUCTURE = frozenset((
+STRUCTURE_PARTS = frozenset((
     "host time", "idle causes", "operators", "modules", "kernels", "data loading", "nodes and times", "dependencies",
     "graph nodes", "graph edges", "critical path", "re-timing", "re-timing without residuals",
 ))  # fmt: skip
@@ -86,7 +86,7 @@ class ComparedPart:
             return ROUNDED
         if rounded and self.name == "graph edges" and self.off <= _FEW_EDGES:
             return ROUNDED
-        return GIVEN_UP if collapsed and self.name in OF_STRUCTURE else CHANGED
+        return GIVEN_UP if collapsed and self.name in STRUCTURE_PARTS else CHANGED
 
     def to_dict(self, *, collapsed: bool = False, rounded: bool = True) -> dict[str, Any]:
         """As it stands in the report."""
@@ -109,7 +109,7 @@ def measure(trace: Trace) -> Measure:
     from traceloom.graph.calibrate import calibrate
     from traceloom.graph.rank import link_rank
 
-    analysed = {name: _numbers(make(trace)) for name, make in (_PARTS | _SIZES).items()}
+    analysed = {name: _select_numbers(make(trace)) for name, make in (_PARTS | _SIZES).items()}
     try:
         return analysed | measure_graph(calibrate(link_rank(trace)))
     except UsageError:  # times of a damaged trace that cannot be re-timed
@@ -143,15 +143,15 @@ def measure_graph(graph: Graph) -> Measure:
         "with_kernels_halved_ns": int(times.max() - times.min()) if len(times) else 0,
     }
     return {
-        "graph nodes": _numbers(nodes),
-        "graph edges": _numbers(edges),
-        "critical path": _numbers(retiming.path),
+        "graph nodes": _select_numbers(nodes),
+        "graph edges": _select_numbers(edges),
+        "critical path": _select_numbers(retiming.path),
         "re-timing": pl.DataFrame({name: [value] for name, value in answers.items()}),
         "re-timing without residuals": pl.DataFrame({"error_ns": [retiming.honest_error_ns]}),
     }
 
 
-def longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int | None:
+def compute_longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int | None:
     """Length of the longest path through nodes that wait for others; None where nodes wait for each other."""
     waiting = {node: sum(dependency in durations for dependency in before) for node, before in waits.items()}
     followers: dict[int, list[int]] = {}
@@ -159,18 +159,18 @@ def longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int |
         for dependency in before:
             followers.setdefault(dependency, []).append(node)
     ready = [node for node, count in waiting.items() if count == 0]
-    ends = dict.fromkeys(durations, 0)
+    end_by_node = dict.fromkeys(durations, 0)
     done = 0
     while ready:
         node = ready.pop()
         done += 1
-        ends[node] += durations[node]
+        end_by_node[node] += durations[node]
         for follower in followers.get(node, ()):
-            ends[follower] = max(ends[follower], ends[node])
+            end_by_node[follower] = max(end_by_node[follower], end_by_node[node])
             waiting[follower] -= 1
             if not waiting[follower]:
                 ready.append(follower)
-    return max(ends.values(), default=0) if done == len(durations) else None
+    return max(end_by_node.values(), default=0) if done == len(durations) else None
 
 
 def measure_chakra(path: Path) -> Measure:
@@ -188,15 +188,15 @@ def measure_chakra(path: Path) -> Measure:
         for node in reader:
             values = {attribute.name: attribute for attribute in node.attr}
             comm = values.get("comm_type")
-            key = (node.type, -1 if comm is None else int(number_of(comm)))
+            key = (node.type, -1 if comm is None else int(get_number(comm)))
             row = rows.setdefault(key, [0, 0, 0, 0])
-            for at, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
-                row[at] += amount
+            for column, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
+                row[column] += amount
             durations[node.id], waits[node.id] = node.duration_micros, {*node.data_deps, *node.ctrl_deps}
             checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
             for name in ("comm_size", "tensor_size", "num_ops"):
                 if name in values:
-                    size = int(number_of(values[name]))
+                    size = int(get_number(values[name]))
                     sizes[node.type, name] = sizes.get((node.type, name), 0) + size
     counted = [(*key, *row) for key, row in sorted(rows.items())]
     columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
@@ -205,7 +205,7 @@ def measure_chakra(path: Path) -> Measure:
         "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int128), orient="row"),
         "dependencies": pl.DataFrame({"checksum": [checksum]}),
         "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
-        "ideal time": pl.DataFrame({"path_us": [longest_path(durations, waits)]}),
+        "ideal time": pl.DataFrame({"path_us": [compute_longest_path(durations, waits)]}),
         SIZES_OF_NODES: pl.DataFrame(
             listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int128}, orient="row"
         ),
@@ -217,7 +217,7 @@ def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
     for name, old in before.items():
         new = after.get(name, old.clear())
         sizes = name in _SIZES or name == SIZES_OF_NODES
-        figures, least = old.height * old.width, min(old.height, new.height)
+        figures, common_rows = old.height * old.width, min(old.height, new.height)
         if old.equals(new):
             yield ComparedPart(name, figures, figures, sizes)
             continue
@@ -226,7 +226,7 @@ def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
             differences.append(f"{old.height} rows before, {new.height} after")
         equal, off, counted = 0, 0.0, old.height != new.height
         for column in old.columns:
-            same = old[column].head(least).eq_missing(new[column].head(least))
+            same = old[column].head(common_rows).eq_missing(new[column].head(common_rows))
             equal += int(same.sum())
             if same.all() and old.height == new.height:
                 continue
@@ -238,10 +238,10 @@ def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
         yield ComparedPart(name, figures, equal, sizes, off, counted, tuple(differences[:6]))
 
 
-def _numbers(frame: pl.DataFrame) -> pl.DataFrame:
-    kept = frame.drop([name for name in frame.columns if name in _NOT_COMPARED])
-    kept = kept.with_columns(pl.col(pl.Enum, pl.Categorical).cast(pl.String)) if kept.width else kept
-    return kept.sort(kept.columns, nulls_last=True) if kept.width else kept
+def _select_numbers(frame: pl.DataFrame) -> pl.DataFrame:
+    compared = frame.drop([name for name in frame.columns if name in _NOT_COMPARED])
+    compared = compared.with_columns(pl.col(pl.Enum, pl.Categorical).cast(pl.String)) if compared.width else compared
+    return compared.sort(compared.columns, nulls_last=True) if compared.width else compared
 
 
 _PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
@@ -274,11 +274,11 @@ _SIZES: dict[str, Callable[[Trace], pl.DataFrame]] = {
 }
 
 _Node = tuple[int, int]  # rank and number of a node
-_UNSEEN = ("data-dependent", "no-meta-kernel")  # run all the same
-_MOST_ROUNDS = 64
+_IGNORED_REASONS = ("data-dependent", "no-meta-kernel")  # run all the same
+_MAX_ROUNDS = 64
 
 
-def settle(hosts: Sequence[InputFile], rules: Rules) -> str:
+def choose_kept_factors(hosts: Sequence[InputFile], rules: Rules) -> str:
     """Let those prime factors stay that the operators of host traces need.
 
     Args:
@@ -288,29 +288,31 @@ def settle(hosts: Sequence[InputFile], rules: Rules) -> str:
     Returns:
         Why nothing could be tried, so that all are rounded; else empty.
     """
-    kept: frozenset[int] = frozenset()
+    kept_factors: frozenset[int] = frozenset()
     if not hosts:
         return "there is no host trace"
-    with processes.shared_folder() as folder:
+    with processes.create_shared_directory() as directory:
         try:
             rules.shapes.keep_factors(None)
-            exact = _planned(hosts, rules, folder)
-            excused = set(_misfits(exact))  # for another reason than its size
-            for _ in range(_MOST_ROUNDS):
-                rules.shapes.keep_factors(kept)
-                misfits = _misfits(_planned(hosts, rules, folder)) - excused
+            exact = _build_plan(hosts, rules, directory)
+            excused = set(_find_misfits(exact))  # for another reason than its size
+            for _ in range(_MAX_ROUNDS):
+                rules.shapes.keep_factors(kept_factors)
+                misfits = _find_misfits(_build_plan(hosts, rules, directory)) - excused
                 if not misfits:
                     break
-                more = {node: min(factors - kept, default=0) for node, factors in _odd_factors(exact, misfits)}
-                excused |= {node for node, factor in more.items() if not factor}
-                kept |= {factor for factor in more.values() if factor}
+                extra_factors = {
+                    node: min(factors - kept_factors, default=0) for node, factors in _list_odd_factors(exact, misfits)
+                }
+                excused |= {node for node, factor in extra_factors.items() if not factor}
+                kept_factors |= {factor for factor in extra_factors.values() if factor}
         except TraceloomError as error:
             rules.shapes.keep_factors(frozenset())
             return error.message
     return ""
 
 
-def proof(paths: Sequence[Path], reason: str) -> dict[str, Any]:
+def build_dry_run_report(paths: Sequence[Path], reason: str) -> dict[str, Any]:
     """What of rewritten traces runs again, as it stands in the report.
 
     Args:
@@ -328,36 +330,36 @@ def proof(paths: Sequence[Path], reason: str) -> dict[str, Any]:
             reason = error.message
     shares = []
     for rank in ranks:
-        left = [part for part in rank.left if part.reason not in _UNSEEN]
+        skipped = [part for part in rank.left if part.reason not in _IGNORED_REASONS]
         time = rank.duration_ns
         shares.append(
             {
                 "rank": rank.rank,
                 "operators": rank.ops,
-                "run": rank.ops - sum(part.count for part in left),
+                "run": rank.ops - sum(part.count for part in skipped),
                 "other_shapes": sum(wrong.count for wrong in rank.wrong),
                 "duration_ns": time,
-                "run_ns": None if time is None else time - sum(part.duration_ns or 0 for part in left),
-                "left": [msgspec.to_builtins(part) for part in left],
+                "run_ns": None if time is None else time - sum(part.duration_ns or 0 for part in skipped),
+                "left": [msgspec.to_builtins(part) for part in skipped],
             }
         )
     return {"ranks": shares, "reason": reason or None}
 
 
-def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> ReplayPlan:
+def _build_plan(hosts: Sequence[InputFile], rules: Rules, directory: Path) -> ReplayPlan:
     """The plan of the host traces as the rules rewrite them now."""
     from traceloom.workload.replay.planning import make_plan
 
     targets = []
     for host in hosts:
-        target = folder / host.name
+        target = directory / host.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        HostRewriter(host.path, rules, Account(), HiddenShapes()).write(target)
+        HostRewriter(host.path, rules, RewriteStats(), HiddenShapes()).write(target)
         targets.append(target)
     return make_plan(*targets, cache=False)
 
 
-def _misfits(plan: ReplayPlan) -> set[_Node]:
+def _find_misfits(plan: ReplayPlan) -> set[_Node]:
     """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts than they have."""
     from traceloom.workload.replay.dry_run import dry_run
 
@@ -372,26 +374,28 @@ def _misfits(plan: ReplayPlan) -> set[_Node]:
     return {(rank, node) for rank, node in misfits if node is not None}
 
 
-def _odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
+def _list_odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
     """The odd prime factors of all sizes of nodes; powers of two are never rounded."""
     for rank, rank_plan in plan.ranks.items():
         shapes, calls = rank_plan.tensors["shape"], rank_plan.calls["arguments"]
-        chosen = rank_plan.ops.filter(pl.col("node").is_in([node for of, node in nodes if of == rank]))
-        for row in chosen.iter_rows(named=True):
+        selected_ops = rank_plan.ops.filter(
+            pl.col("node").is_in([node for node_rank, node in nodes if node_rank == rank])
+        )
+        for row in selected_ops.iter_rows(named=True):
             sizes = {size for tensor in (*row["inputs"], *row["outputs"]) if tensor is not None
                      for size in shapes[tensor]}  # fmt: skip
             if row["collective"] is not None:
                 sizes.update(*rank_plan.collectives.select("splits_in", "splits_out").row(row["collective"]))
             if row["call"] is not None:
-                sizes |= set(_replayable_numbers(msgspec.json.decode(calls[row["call"]])))
-            factors = {factor for size in sizes if 2 < size < 1 << 48 for factor in prime_factors(size)}
+                sizes |= set(_list_numbers(msgspec.json.decode(calls[row["call"]])))
+            factors = {factor for size in sizes if 2 < size < 1 << 48 for factor in find_prime_factors(size)}
             yield (rank, row["node"]), factors - {2}
 
 
-def _replayable_numbers(value: Any) -> Iterator[int]:
+def _list_numbers(value: Any) -> Iterator[int]:
     """The whole numbers among arguments of a call."""
     if isinstance(value, list):
         for inner in value:
-            yield from _replayable_numbers(inner)
+            yield from _list_numbers(inner)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value

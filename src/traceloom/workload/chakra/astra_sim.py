@@ -19,13 +19,25 @@ import numpy as np
 import polars as pl
 
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
+from traceloom.formats.chakra.nodes import (
+    SIMULATOR_SCHEMA,
+    Pairs,
+    SimulatorNodes,
+    build_metadata,
+    write_simulator_nodes,
+)
 from traceloom.graph import graph as gs
 from traceloom.graph.graph import Graph, Stage
 from traceloom.system import units as text
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.notice import Notice
-from traceloom.workload.chakra.astra_sim_order import Units, find_awaited_work, last_before, order_of_job, units_of
+from traceloom.workload.chakra.astra_sim_order import (
+    Units,
+    build_units,
+    compute_job_order,
+    find_awaited_units,
+    find_last_before,
+)
 
 _KNOWN = {
     "all_reduce": CollectiveCommType.ALL_REDUCE,
@@ -42,7 +54,7 @@ _KNOWN = {
 }
 REPLAYED = ("broadcast", "reduce", "gather", "scatter")
 _BARRIER_BYTES_PER_RANK = 8
-_MOST_TAG = 2**31 - 1
+_MAX_TAG = 2**31 - 1
 
 # Why a communication is replayed by its rank alone, at its recorded duration.
 ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = "alone", "unknown-kind", "unknown-size", "unknown-peer"
@@ -66,26 +78,26 @@ class WrittenCommunication:
     groups: dict[str, list[int]]
 
 
-def communication_of(graph: Graph, numbers: dict[int, int]) -> WrittenCommunication:
+def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunication:
     """Map the communication of a graph.
 
     Args:
         graph: The joined graph.
         numbers: Rank in the graph -> number of its file.
     """
-    rows, by_order = _joined(_timed(graph, numbers))
-    together = pl.col("instance").is_not_null()
+    rows, joined_count = _join_by_order(_add_times(graph, numbers))
+    is_joined = pl.col("instance").is_not_null()
     rows = rows.with_columns(
-        pl.when(together).then(pl.len().over("instance")).otherwise(1).alias("parts"),
-        pl.when(together)
+        pl.when(is_joined).then(pl.len().over("instance")).otherwise(1).alias("parts"),
+        pl.when(is_joined)
         .then(pl.col("number").sort().over("instance", mapping_strategy="join").cast(pl.List(pl.String)).list.join(","))
         .alias("members"),
-        pl.when(together).then(pl.col("size").max().over("instance")).otherwise("size").alias("comm_size"),
-        (together & (pl.col("size").n_unique().over("instance") > 1)).alias("uneven"),
+        pl.when(is_joined).then(pl.col("size").max().over("instance")).otherwise("size").alias("comm_size"),
+        (is_joined & (pl.col("size").n_unique().over("instance") > 1)).alias("uneven"),
     )
     pair = pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE])
     barrier = pl.col("kind") == "barrier"
-    why = (
+    lone_reason = (
         pl.when(pair & pl.col("peer_number").is_null())
         .then(pl.lit(UNKNOWN_PEER))
         .when(pair & (pl.col("comm_size").fill_null(0) <= 0))
@@ -99,7 +111,7 @@ def communication_of(graph: Graph, numbers: dict[int, int]) -> WrittenCommunicat
         .when((pl.col("comm_size").fill_null(0) <= 0) & ~barrier & ~pl.col("kind").is_in(REPLAYED))
         .then(pl.lit(UNKNOWN_SIZE))
     )
-    rows = rows.with_columns(why.alias("why")).with_columns(
+    rows = rows.with_columns(lone_reason.alias("why")).with_columns(
         pl.when(barrier).then(pl.col("parts") * _BARRIER_BYTES_PER_RANK).otherwise("comm_size").alias("comm_size")
     )
     fine = pl.col("why").is_null()
@@ -116,10 +128,10 @@ def communication_of(graph: Graph, numbers: dict[int, int]) -> WrittenCommunicat
     )
     groups = {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
     members = {name: [int(member) for member in member_text.split(",")] for member_text, name in groups.items()}
-    return WrittenCommunication(_written(rows, groups), by_order, members)
+    return WrittenCommunication(_build_attributes(rows, groups), joined_count, members)
 
 
-def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
+def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     """The communication with its bytes, its own and its peer's number, and when all had come."""
     nodes = graph.nodes.select(
         "node",
@@ -130,8 +142,8 @@ def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
         (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
     )
     meeting = nodes.filter(pl.col("node_kind") == gs.RENDEZVOUS).select(meeting="node", met="start_ns")
-    into = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
-    met = into.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
+    rendezvous_edges = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
+    met = rendezvous_edges.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
     rows = (
         graph.communication.select(
             "node", "instance", "kind", "group", "group_size", "in_bytes", "out_bytes", "peer", "tag"
@@ -156,7 +168,7 @@ def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     )
 
 
-def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """Joins the k-th collectives of a group across ranks, in graphs of several ranks where nothing is joined.
 
     Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds stay as they are.
@@ -164,7 +176,7 @@ def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     collective = rows.filter(~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null())
     if rows["instance"].count() or collective["rank"].n_unique() < 2:
         return rows, 0
-    turn = (
+    ordered = (
         collective.sort("start_ns", "node")
         .with_columns(pl.col("group").fill_null("").alias("name"))
         .with_columns(pl.int_range(pl.len()).over("name", "rank").alias("turn"))
@@ -180,14 +192,14 @@ def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
             pl.col("start_ns").max().over("name", "turn").alias("last"),
         )
     )
-    joined = rows.join(turn.select("node", "order", "last"), on="node", how="left", maintain_order="left")
+    joined = rows.join(ordered.select("node", "order", "last"), on="node", how="left", maintain_order="left")
     numbered = joined.with_columns(
         pl.coalesce("instance", "order").alias("instance"), pl.coalesce("last", "met_ns").alias("met_ns")
     )
-    return numbered.drop("order", "last"), turn["order"].n_unique()
+    return numbered.drop("order", "last"), ordered["order"].n_unique()
 
 
-def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
+def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
     """The attributes of the nodes."""
     send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
     fine = pl.col("why").is_null()
@@ -196,7 +208,7 @@ def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
         schema={"members": pl.String, "pg_name": pl.String},
     )
     pair = fine & (send | receive)
-    tag = pl.when(pl.col("tag").is_between(0, _MOST_TAG)).then("tag").otherwise(0)
+    tag = pl.when(pl.col("tag").is_between(0, _MAX_TAG)).then("tag").otherwise(0)
     numbers = {name: int(number) for name, number in _KNOWN.items()}
     comm_type = pl.col("kind").replace_strict(numbers, default=None, return_dtype=pl.Int64)
     return rows.join(names, on="members", how="left", maintain_order="left").select(
@@ -234,7 +246,7 @@ _WHY = {
 
 
 @dataclass(frozen=True)
-class Changes:
+class ConversionSummary:
     """What a conversion did.
 
     Attributes:
@@ -258,7 +270,9 @@ class Changes:
     delays: pl.DataFrame
 
 
-def notices_of(changes: Changes, ranks: list[int], empty: list[int], added: int, *, gpu_only: bool) -> Iterator[Notice]:
+def list_notices(
+    changes: ConversionSummary, ranks: list[int], empty: list[int], added: int, *, gpu_only: bool
+) -> Iterator[Notice]:
     """The notices of a conversion.
 
     Args:
@@ -272,10 +286,10 @@ def notices_of(changes: Changes, ranks: list[int], empty: list[int], added: int,
         message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
         yield Notice("target-joined-by-order", "info", message, count)
     frame = changes.frame
-    for why, words in _WHY.items():
-        count = frame.filter(pl.col("why") == why).height
+    for reason, description in _WHY.items():
+        count = frame.filter(pl.col("why") == reason).height
         if count:
-            message = f"{count} communications {words}: their rank replays each alone, at its recorded duration"
+            message = f"{count} communications {description}: their rank replays each alone, at its recorded duration"
             yield Notice("target-lone-communication", "warning", message, count)
     fine = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
     replayed = fine.filter(pl.col("kind_of").is_in(REPLAYED))
@@ -299,10 +313,10 @@ def notices_of(changes: Changes, ranks: list[int], empty: list[int], added: int,
         yield Notice("target-missing-members", "warning", message, left_out)
     copies = frame.filter(pl.col("kind").is_in(["copy", "fill"]))
     if copies.height:
-        total = text.duration(int((copies["end_ns"] - copies["start_ns"]).sum()))
+        total = text.format_duration(int((copies["end_ns"] - copies["start_ns"]).sum()))
         message = f"{copies.height} copies and fills ({total}) are GPU computation of their recorded duration"
         yield Notice("target-copies", "info", message, copies.height)
-    yield from _about_host(changes, gpu_only=gpu_only)
+    yield from _list_host_notices(changes, gpu_only=gpu_only)
     if changes.queued:
         message = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
         yield Notice("target-overlap", "info", message, changes.queued)
@@ -320,24 +334,22 @@ def notices_of(changes: Changes, ranks: list[int], empty: list[int], added: int,
     if len(ranks) == 1:
         yield Notice("target-one-rank", "warning", "there is one rank alone: ASTRA-sim simulates two or more", 1)
     if empty:
-        why = (
+        reason = (
             "no GPU work was recorded, and that of the host was left out"
             if gpu_only
             else "no GPU work waits for what it does"
         )
-        message = f"the file of rank {empty[0]} has no nodes, which ASTRA-sim refuses: {why}"
+        message = f"the file of rank {empty[0]} has no nodes, which ASTRA-sim refuses: {reason}"
         yield Notice("target-no-nodes", "warning", message, len(empty))
     edges = changes.graph.edges
     delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
     lost_ns = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
     if lost_ns:
-        message = (
-            f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(lost_ns)} in all"
-        )
+        message = f"delays between nodes (of launches, wake-ups, streams) have no place: {text.format_duration(lost_ns)} in all"
         yield Notice("target-dropped-delays", "info", message, delay.height)
 
 
-def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
+def _list_host_notices(changes: ConversionSummary, *, gpu_only: bool) -> Iterator[Notice]:
     on_host = changes.frame["on_host"].to_numpy()
     members, work = changes.frame["members"].to_numpy(), changes.frame["work_ns"].to_numpy()
     hosts, nodes = int(members[on_host].sum()), int((on_host & changes.kept).sum())
@@ -350,7 +362,7 @@ def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
             yield Notice("target-folded-host", "info", message, hosts)
         return
     if changes.delays.height:
-        total = text.duration(int(changes.delays["duration_us"].sum()) * 1000)
+        total = text.format_duration(int(changes.delays["duration_us"].sum()) * 1000)
         message = (
             f"{changes.delays.height} nodes `unexplained` ({total}) stand for times without GPU work that neither the "
             "host nor anything else in the trace explains"
@@ -361,7 +373,9 @@ def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
     idle = on_host & ~changes.leading
     if idle.any():
         lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
-        message = f"{lanes} threads that no GPU work waits for are left out ({text.duration(int(work[idle].sum()))})"
+        message = (
+            f"{lanes} threads that no GPU work waits for are left out ({text.format_duration(int(work[idle].sum()))})"
+        )
         yield Notice("target-left-out-threads", "info", message, lanes)
     # How long threads of a rank worked at the same time, ns over all ranks.
     spans = changes.frame.filter(pl.Series(on_host & changes.kept)).select(
@@ -373,14 +387,14 @@ def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
     if overlap:
         message = (
             "ASTRA-sim runs one host operation of a rank at a time: "
-            f"{text.duration(overlap)} that threads worked side by side runs one after the other"
+            f"{text.format_duration(overlap)} that threads worked side by side runs one after the other"
         )
         yield Notice("target-one-thread", "warning", message)
 
 
-_IN_TURN = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
+_SERIAL_TYPES = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
 _US = 1000
-_LEAST_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
+_MIN_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
 
 
 @dataclass(frozen=True)
@@ -392,12 +406,12 @@ class _Nodes:
     added: Ints
 
 
-def lay_out(
+def build_rank_files(
     graph: Graph, ranks: list[int], *, gpu_only: bool
-) -> tuple[list[PlainNodes], dict[str, list[int]], list[Notice]]:
+) -> tuple[list[SimulatorNodes], dict[str, list[int]], list[Notice]]:
     """The nodes of every rank's file, the groups, and what was changed."""
-    units = units_of(graph)
-    communication = communication_of(graph, {rank: number for number, rank in enumerate(ranks)})
+    units = build_units(graph)
+    communication = map_communication(graph, {rank: number for number, rank in enumerate(ranks)})
     frame = units.frame.join(communication.rows, on="node", how="left", maintain_order="left", suffix="_of")
     # Whole microseconds: what a chain of nodes loses in one, the next one gets.
     total = pl.col("work_ns").cum_sum().over("lane")
@@ -407,47 +421,47 @@ def lay_out(
         pl.when(transfers).then((pl.col("transfer_ns") + _US // 2) // _US).otherwise(chain).alias("duration_us"),
         pl.col("type").fill_null(int(NodeType.COMP_NODE)),
     )
-    leading = _leads_to_work(units, frame)
+    leading = _find_needed_units(units, frame)
     works = ~frame["on_host"].to_numpy()
-    kept = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
-    waits = find_awaited_work(units, kept)
+    retained = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
+    waits = find_awaited_units(units, retained)
     pairs = np.stack([waits.target, waits.source], axis=1)
     nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
-    begin = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
+    job_start_ns = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
     # Long times before GPU work that nothing explains, of each node: traces without host events have them, and devices
     # that were busy with something else before the window.
     from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
     late = graph.edges.filter(~pl.col("to_end")).select("target", (pl.col("residual_ns") + from_origin).alias("late"))
-    late = late.filter(pl.col("late") >= _LEAST_UNEXPLAINED_NS)
+    late = late.filter(pl.col("late") >= _MIN_UNEXPLAINED_NS)
     unexplained = late.group_by(pl.col("target").alias("node")).agg(pl.col("late").max().alias("residual_ns"))
-    nodes, kept = _with_delays(nodes, kept, begin, None if gpu_only else unexplained)
+    nodes, retained = _add_idle_delays(nodes, retained, job_start_ns, None if gpu_only else unexplained)
     delays = nodes.frame[frame.height :]
     if not gpu_only:
-        nodes, kept = _with_starts(nodes, kept, begin)
+        nodes, retained = _add_start_delays(nodes, retained, job_start_ns)
     # The communication of every rank in one order, so that all ranks agree; what waits in a circle fits none.
-    position = order_of_job(nodes.frame, nodes.pairs)
-    in_turn = nodes.frame["type"].is_in(_IN_TURN)
-    turn = nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
-    loose = turn.filter(pl.col("place") < 0).height
+    position = compute_job_order(nodes.frame, nodes.pairs)
+    in_turn = nodes.frame["type"].is_in(_SERIAL_TYPES)
+    serial_nodes = nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
+    loose = serial_nodes.filter(pl.col("place") < 0).height
     rows = (
-        turn.filter(pl.col("place") >= 0)
+        serial_nodes.filter(pl.col("place") >= 0)
         .sort("rank", "place", "row")
         .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
         .drop_nulls()
         .to_numpy()
     )
-    last = last_before(position, in_turn.to_numpy(), nodes.pairs)
+    last = find_last_before(position, in_turn.to_numpy(), nodes.pairs)
     added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
     nodes = _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]))
-    files = [_file(nodes, kept, rank) for rank in ranks]
-    changes = Changes(
-        graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
+    files = [_build_file(nodes, retained, rank) for rank in ranks]
+    changes = ConversionSummary(
+        graph, frame, retained[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
     )
     empty = [rank for rank, file in zip(ranks, files, strict=True) if not file.nodes.height]
-    return files, communication.groups, list(notices_of(changes, ranks, empty, len(nodes.added), gpu_only=gpu_only))
+    return files, communication.groups, list(list_notices(changes, ranks, empty, len(nodes.added), gpu_only=gpu_only))
 
 
-def _leads_to_work(units: Units, frame: pl.DataFrame) -> Bools:
+def _find_needed_units(units: Units, frame: pl.DataFrame) -> Bools:
     """Units of threads that GPU work or communication waits for, over other threads too; all where there is none."""
     lane = frame["lane"].fill_null(2**31).cast(pl.Int64).to_numpy()
     works = ~frame["on_host"].to_numpy()
@@ -467,51 +481,53 @@ def _leads_to_work(units: Units, frame: pl.DataFrame) -> Bools:
     return np.isin(lane, list(reached))
 
 
-def _with_starts(nodes: _Nodes, kept: Bools, begin: int) -> tuple[_Nodes, Bools]:
+def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tuple[_Nodes, Bools]:
     """With a node before everything else of each rank that began later than the first: ASTRA-sim starts all at 0."""
-    chosen = nodes.frame.with_row_index("row").filter(pl.Series(kept))
-    begins = chosen.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
-    starts = begins.select(
+    retained_nodes = nodes.frame.with_row_index("row").filter(pl.Series(retained))
+    rank_starts = retained_nodes.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
+    starts = rank_starts.select(
         pl.lit("start").alias("name"),
         "rank",
-        pl.lit(begin, dtype=pl.Int64).alias("start_ns"),
+        pl.lit(job_start_ns, dtype=pl.Int64).alias("start_ns"),
         pl.col("start_ns").alias("end_ns"),
         pl.lit(value=True).alias("on_host"),
-        ((pl.col("start_ns") - begin) // _US).alias("duration_us"),
+        ((pl.col("start_ns") - job_start_ns) // _US).alias("duration_us"),
         pl.lit(int(NodeType.COMP_NODE), dtype=nodes.frame.schema["type"]).alias("type"),
     ).filter(pl.col("duration_us") > 0)
     first = nodes.frame.height
-    roots = np.setdiff1d(chosen["row"].to_numpy(), nodes.pairs[:, 0])
-    of_rank = pl.DataFrame({"rank": starts["rank"], "start": np.arange(starts.height) + first})
+    roots = np.setdiff1d(retained_nodes["row"].to_numpy(), nodes.pairs[:, 0])
+    start_rows = pl.DataFrame({"rank": starts["rank"], "start": np.arange(starts.height) + first})
     added = (
         pl.DataFrame({"row": roots, "rank": nodes.frame["rank"].gather(roots)})
-        .join(of_rank, on="rank", maintain_order="left")
+        .join(start_rows, on="rank", maintain_order="left")
         .select(pl.col("row").cast(pl.Int64), "start")
         .to_numpy()
     )
     frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
-    everything = np.concatenate([kept, np.ones(starts.height, np.bool_)])
+    everything = np.concatenate([retained, np.ones(starts.height, np.bool_)])
     return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
 
 
-def _with_delays(nodes: _Nodes, kept: Bools, begin: int, unexplained: pl.DataFrame | None) -> tuple[_Nodes, Bools]:
+def _add_idle_delays(
+    nodes: _Nodes, retained: Bools, job_start_ns: int, unexplained: pl.DataFrame | None
+) -> tuple[_Nodes, Bools]:
     """With a node for times in which a rank's GPU had nothing to do, before the work that ended them.
 
     It waits for what that work waits for, and for the work that ended last before it.
 
     Args:
         nodes: The nodes so far.
-        kept: Which of them are kept.
-        begin: Start of the job, ns: who begins later, does so here too.
+        retained: Which of them are kept.
+        job_start_ns: Start of the job, ns: who begins later, does so here too.
         unexplained: `node`, `residual_ns`: where host work is there, only this much of such a time is a node: what
             neither the host nor anything else explains. None where host work is left out: then all of it is.
     """
     work = (
         nodes.frame.with_row_index("row")
-        .filter(pl.Series(kept) & ~pl.col("on_host"))
+        .filter(pl.Series(retained) & ~pl.col("on_host"))
         .sort("rank", "start_ns", "row")
         .with_columns(pl.col("end_ns").cum_max().shift(1).over("rank").alias("free"))
-        .with_columns((pl.col("start_ns") - pl.col("free").fill_null(begin)).clip(lower_bound=0).alias("gap"))
+        .with_columns((pl.col("start_ns") - pl.col("free").fill_null(job_start_ns)).clip(lower_bound=0).alias("gap"))
     )
     if unexplained is not None:
         work = work.join(unexplained, on="node", how="left", maintain_order="left").with_columns(
@@ -546,26 +562,26 @@ def _with_delays(nodes: _Nodes, kept: Bools, begin: int, unexplained: pl.DataFra
         width = 1 + max(int(added.max()), int(moved.max(initial=0)))
         added = added[~np.isin(added[:, 0] * width + added[:, 1], moved[:, 0] * width + moved[:, 1])]
     pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
-    return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
+    return _Nodes(frame, pairs, added), np.concatenate([retained, np.ones(len(new), np.bool_)])
 
 
-def _file(nodes: _Nodes, kept: Bools, rank: int) -> PlainNodes:
+def _build_file(nodes: _Nodes, retained: Bools, rank: int) -> SimulatorNodes:
     """The nodes of one rank, numbered from 1 in the order of their starts."""
-    of_rank = kept & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
-    rows = np.flatnonzero(of_rank)
+    in_rank = retained & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
+    rows = np.flatnonzero(in_rank)
     rows = rows[np.argsort(nodes.frame["start_ns"].to_numpy()[rows], kind="stable")]
     row_in_file = np.full(nodes.frame.height, -1, np.int64)
     row_in_file[rows] = np.arange(len(rows))
-    chosen = nodes.frame[rows]
+    selected = nodes.frame[rows]
     moves = pl.col("kind").is_in(["copy", "fill"])
-    plain = chosen.with_columns(
+    node_table = selected.with_columns(
         pl.Series("id", np.arange(1, len(rows) + 1)),
         pl.col("name").fill_null(""),
         (pl.col("on_host") & (pl.col("type") == int(NodeType.COMP_NODE))).alias("is_cpu_op"),
         pl.lit(None, dtype=pl.Int64).alias("num_ops"),
         pl.when(moves).then("bytes").alias("tensor_size"),
         pl.col("duration_us").clip(lower_bound=0),
-    ).select(list(PLAIN))
+    ).select(list(SIMULATOR_SCHEMA))
     dependencies = []
     for pairs in (nodes.pairs, nodes.added):
         row, awaited_row = row_in_file[pairs[:, 0]], row_in_file[pairs[:, 1]]
@@ -573,7 +589,7 @@ def _file(nodes: _Nodes, kept: Bools, rank: int) -> PlainNodes:
         row, awaited_row = row[in_file], awaited_row[in_file]
         order = np.lexsort((awaited_row, row))
         dependencies.append(Pairs(row[order], awaited_row[order] + 1))
-    return PlainNodes(plain.cast(PLAIN), *dependencies)
+    return SimulatorNodes(node_table.cast(SIMULATOR_SCHEMA), *dependencies)
 
 
 SCHEMA = "traceloom-astra-sim"
@@ -592,7 +608,7 @@ class AstraSim:
     """
 
     ranks: tuple[int, ...]
-    files: tuple[PlainNodes, ...]
+    files: tuple[SimulatorNodes, ...]
     groups: dict[str, list[int]]
     notices: tuple[Notice, ...]
     stage: Stage = "profiled"
@@ -605,10 +621,10 @@ class AstraSim:
         """
         notices = json.dumps([notice.to_dict() for notice in self.notices])
         parts = [
-            (plain_metadata(SCHEMA, {"recorded_rank": rank, "stage": self.stage, "notices": notices}), nodes)
+            (build_metadata(SCHEMA, {"recorded_rank": rank, "stage": self.stage, "notices": notices}), nodes)
             for rank, nodes in zip(self.ranks, self.files, strict=True)
         ]
-        return write_plain(Path(directory), parts, self.groups, force=force)
+        return write_simulator_nodes(Path(directory), parts, self.groups, force=force)
 
 
 def to_astra_sim(graph: Graph, *, gpu_only: bool = False) -> AstraSim:
@@ -620,7 +636,7 @@ def to_astra_sim(graph: Graph, *, gpu_only: bool = False) -> AstraSim:
             GPU node of that length stands for the host's time.
     """
     ranks = sorted({int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()})
-    files, groups, notices = lay_out(graph, ranks, gpu_only=gpu_only)
+    files, groups, notices = build_rank_files(graph, ranks, gpu_only=gpu_only)
     return AstraSim(tuple(ranks), tuple(files), groups, tuple(notices), graph.stage)
 
 

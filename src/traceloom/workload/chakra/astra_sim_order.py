@@ -23,11 +23,11 @@ import polars as pl
 from traceloom.errors import InvariantError
 from traceloom.formats.chakra.et_pb2 import NodeType
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, topological_order
+from traceloom.graph.graph import Graph, sort_topologically
 from traceloom.trace.array_types import Bools, Ints
 
 HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
-_NOWHERE = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
+_LANELESS_KINDS = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Units:
     queues: Ints
 
 
-def units_of(graph: Graph) -> Units:
+def build_units(graph: Graph) -> Units:
     """The units of a calibrated graph, of all its ranks; edges between ranks are left to the simulator."""
-    nodes = graph.nodes.filter(~pl.col("kind").is_in(_NOWHERE)).sort("lane", "start_ns", "node", nulls_last=True)
+    nodes = graph.nodes.filter(~pl.col("kind").is_in(_LANELESS_KINDS)).sort("lane", "start_ns", "node", nulls_last=True)
     row_of_node = np.full(graph.nodes.height, -1, dtype=np.int64)
     row_of_node[nodes["node"].to_numpy()] = np.arange(nodes.height)
     edges = graph.edges.select(
@@ -76,23 +76,23 @@ def units_of(graph: Graph) -> Units:
     # Whether a unit begins with each node (by its place).
     at_host = nodes["kind"].is_in(HOST_KINDS).to_numpy()
     lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
-    begins = ~at_host
-    begins[:1] = True
-    begins[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
-    begins |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
+    is_unit_start = ~at_host
+    is_unit_start[:1] = True
+    is_unit_start[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
+    is_unit_start |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
     # Only what holds from an end to the start of the next node on the lane is inside a unit.
     inner = from_end & ~to_end & (target == source + 1)
-    begins[target[~inner & ~to_end]] = True
-    begins[source[~inner & ~from_end]] = True
-    ends = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
-    begins[ends[ends + 1 < len(begins)] + 1] = True
-    unit = np.cumsum(begins) - 1
+    is_unit_start[target[~inner & ~to_end]] = True
+    is_unit_start[source[~inner & ~from_end]] = True
+    last_nodes = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
+    is_unit_start[last_nodes[last_nodes + 1 < len(is_unit_start)] + 1] = True
+    unit = np.cumsum(is_unit_start) - 1
     on_host = pl.col("kind").is_in(HOST_KINDS)
     waits = pl.col("kind") == gs.WAIT
     # A thread that waits does nothing itself; GPU work takes what it took.
     work = pl.when(waits).then(0).when(on_host).then(pl.col("work_ns") + pl.col("residual_ns")).otherwise("duration_ns")
     heaviest = pl.col("name").get(pl.col("work").arg_max())
-    more = pl.col("name").n_unique() - 1
+    extra_count = pl.col("name").n_unique() - 1
     frame = (
         nodes.with_columns(
             pl.Series("unit", unit), work.alias("work"), on_host.alias("on_host"), pl.col("rank").cast(pl.Int64)
@@ -100,7 +100,10 @@ def units_of(graph: Graph) -> Units:
         .group_by("unit", maintain_order=True)
         .agg(
             pl.col("node").first(),
-            pl.when(more > 0).then(pl.format("{} and {} more", heaviest, more)).otherwise(heaviest).alias("name"),
+            pl.when(extra_count > 0)
+            .then(pl.format("{} and {} more", heaviest, extra_count))
+            .otherwise(heaviest)
+            .alias("name"),
             pl.col("rank", "lane", "kind", "on_host", "start_ns").first(),
             (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
             pl.col("work").sum().alias("work_ns"),
@@ -117,7 +120,7 @@ def units_of(graph: Graph) -> Units:
 
 
 _Latest = dict[int, int]  # chain -> place in the order, of its last unit that must have ended
-_NOTHING: _Latest = {}
+_NO_UNITS: _Latest = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +140,12 @@ class AwaitedUnits:
     order: Ints
 
 
-def find_awaited_work(units: Units, kept: Bools) -> AwaitedUnits:
+def find_awaited_units(units: Units, retained: Bools) -> AwaitedUnits:
     """The dependencies between kept units, including those that pass through dropped units.
 
     Args:
         units: All units.
-        kept: Which of them become nodes.
+        retained: Which of them become nodes.
     """
     count = units.frame.height
     lane = units.frame["lane"].fill_null(-1).cast(int).to_numpy()
@@ -150,59 +153,63 @@ def find_awaited_work(units: Units, kept: Bools) -> AwaitedUnits:
     source = np.concatenate([units.source * 2 + units.from_end, same * 2 + 1])
     target = np.concatenate([units.target * 2 + units.to_end, same * 2 + 2])
     try:
-        order = topological_order(count, source, target)
+        order = sort_topologically(count, source, target)
     except InvariantError:  # the queue of a lane would close a circle: the queues give way
         source, target = source[: len(units.source)], target[: len(units.source)]
-        order = topological_order(count, source, target)
+        order = sort_topologically(count, source, target)
     position = np.empty(2 * count, np.int64)
     position[order] = np.arange(2 * count)
     position = position[0::2]  # of the starts: later in a chain is later in the order
     queue_of = np.where(np.isin(lane, units.queues), lane, -1)
-    chain = _chains(order, source, target, kept, queue_of)
+    chain = _assign_chains(order, source, target, retained, queue_of)
     # For every unit and each chain: the last kept unit that must have ended before the unit starts.
-    positions, is_kept = position.tolist(), kept.tolist()
-    by_target = np.argsort(target, kind="stable")
-    before = source[by_target].tolist()
-    first = np.searchsorted(target[by_target], np.arange(2 * count + 1)).tolist()
-    points: list[_Latest] = [_NOTHING] * (2 * count)
+    positions, is_kept = position.tolist(), retained.tolist()
+    target_order = np.argsort(target, kind="stable")
+    before = source[target_order].tolist()
+    first = np.searchsorted(target[target_order], np.arange(2 * count + 1)).tolist()
+    points: list[_Latest] = [_NO_UNITS] * (2 * count)
     for point in order.tolist():
         unit = point >> 1
-        by_chain = points[point - 1] if point & 1 else _NOTHING
+        latest_by_chain = points[point - 1] if point & 1 else _NO_UNITS
         if point & 1 and is_kept[unit]:
-            by_chain = {chain[unit]: positions[unit]}
+            latest_by_chain = {chain[unit]: positions[unit]}
         for other in before[first[point] : first[point + 1]]:
-            by_chain = _later(by_chain, points[other])
-        points[point] = by_chain
-    latest = [points[2 * unit] if is_kept[unit] else _NOTHING for unit in range(count)]
+            latest_by_chain = _merge_latest(latest_by_chain, points[other])
+        points[point] = latest_by_chain
+    latest = [points[2 * unit] if is_kept[unit] else _NO_UNITS for unit in range(count)]
     unit_at = np.empty(2 * count, np.int64)
     unit_at[position] = np.arange(count)
-    pairs_target = np.repeat(np.arange(count), [len(by_chain) for by_chain in latest])
+    pairs_target = np.repeat(np.arange(count), [len(latest_by_chain) for latest_by_chain in latest])
     pairs_source = unit_at[
-        np.fromiter((at for by_chain in latest for at in by_chain.values()), np.int64, len(pairs_target))
+        np.fromiter(
+            (latest_position for latest_by_chain in latest for latest_position in latest_by_chain.values()),
+            np.int64,
+            len(pairs_target),
+        )
     ]
     overlap = units.frame["end_ns"].to_numpy()[pairs_source] > units.frame["start_ns"].to_numpy()[pairs_target]
     queued = overlap & (lane[pairs_source] == lane[pairs_target]) & np.isin(lane[pairs_target], units.queues)
     return AwaitedUnits(pairs_target, pairs_source, queued, order[order % 2 == 0] // 2)
 
 
-def _chains(order: Ints, source: Ints, target: Ints, kept: Bools, queue_of: Ints) -> list[int]:
+def _assign_chains(order: Ints, source: Ints, target: Ints, retained: Bools, queue_of: Ints) -> list[int]:
     """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if that is its end.
 
     Args:
         order: All points in topological order.
         source: Point that is waited for, per edge.
         target: Point that waits.
-        kept: Which units are kept.
+        retained: Which units are kept.
         queue_of: The lane of units on queues, -1 elsewhere.
     """
-    direct = (source & 1).astype(bool) & ~(target & 1).astype(bool) & kept[source >> 1] & kept[target >> 1]
+    direct = (source & 1).astype(bool) & ~(target & 1).astype(bool) & retained[source >> 1] & retained[target >> 1]
     direct &= (queue_of[source >> 1] < 0) & (queue_of[target >> 1] < 0)
-    by_target = np.flatnonzero(direct)[np.argsort(target[direct], kind="stable")]
-    before = (source[by_target] >> 1).tolist()
-    first = np.searchsorted(target[by_target] >> 1, np.arange(len(kept) + 1)).tolist()
-    own = np.arange(len(kept)) + queue_of.max(initial=-1) + 1
-    chain: list[int] = np.where(queue_of >= 0, queue_of, own).tolist()
-    goes_on = [False] * len(kept)
+    target_order = np.flatnonzero(direct)[np.argsort(target[direct], kind="stable")]
+    before = (source[target_order] >> 1).tolist()
+    first = np.searchsorted(target[target_order] >> 1, np.arange(len(retained) + 1)).tolist()
+    own_chain = np.arange(len(retained)) + queue_of.max(initial=-1) + 1
+    chain: list[int] = np.where(queue_of >= 0, queue_of, own_chain).tolist()
+    goes_on = [False] * len(retained)
     for point in order[order % 2 == 0].tolist() if len(before) else []:
         unit = point >> 1
         for other in before[first[unit] : first[unit + 1]]:
@@ -213,7 +220,7 @@ def _chains(order: Ints, source: Ints, target: Ints, kept: Bools, queue_of: Ints
     return chain
 
 
-def _later(current: _Latest, other: _Latest) -> _Latest:
+def _merge_latest(current: _Latest, other: _Latest) -> _Latest:
     """For each chain, the later unit of the two; an input itself is returned where it already has them all."""
     if not other or current is other:
         return current
@@ -228,7 +235,7 @@ def _later(current: _Latest, other: _Latest) -> _Latest:
     return both
 
 
-def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
+def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
     """The position of every node; the parts of one collective share one; -1 for nodes that wait in a circle.
 
     Among the ready nodes, the earliest by recorded time comes next; a collective counts from when its last part came.
@@ -242,23 +249,23 @@ def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
     joined = (
         (pl.col("type") == int(NodeType.COMM_COLL_NODE)) & pl.col("instance").is_not_null() & pl.col("why").is_null()
     )
-    together = rows.filter(joined).select("row", pl.col("row").min().over("instance").alias("first"))
+    joined_rows = rows.filter(joined).select("row", pl.col("row").min().over("instance").alias("first"))
     meets = np.arange(frame.height, dtype=np.int64)
-    meets[together["row"].to_numpy()] = together["first"].to_numpy()
+    meets[joined_rows["row"].to_numpy()] = joined_rows["first"].to_numpy()
     # (row of a send, row of its receive): the k-th of one sender, receiver and tag.
     keys = ["comm_src", "comm_dst", "comm_tag"]
-    ends = rows.sort("start_ns", "row").select("row", "type", *keys)
-    ends = ends.with_columns(pl.int_range(pl.len()).over("type", *keys).alias("turn"))
+    message_rows = rows.sort("start_ns", "row").select("row", "type", *keys)
+    message_rows = message_rows.with_columns(pl.int_range(pl.len()).over("type", *keys).alias("turn"))
     sends, receives = (
-        ends.filter(pl.col("type") == int(kind)) for kind in (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
+        message_rows.filter(pl.col("type") == int(kind)) for kind in (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
     )
     messages = sends.join(receives, on=[*keys, "turn"]).select("row", "row_right").to_numpy()
     target = meets[np.concatenate([pairs[:, 0], messages[:, 1]])]
     source = meets[np.concatenate([pairs[:, 1], messages[:, 0]])]
     time = np.zeros(frame.height, np.int64)
     np.maximum.at(time, meets, frame["start_ns"].to_numpy())
-    by_source = np.argsort(source, kind="stable")
-    behind = target[by_source].tolist()
+    source_order = np.argsort(source, kind="stable")
+    followers = target[source_order].tolist()
     first: Any = np.concatenate([[0], np.cumsum(np.bincount(source, minlength=frame.height))]).tolist()
     waits: Any = np.bincount(target, minlength=frame.height).tolist()
     when: Any = time.tolist()
@@ -270,7 +277,7 @@ def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
         _, row = heapq.heappop(ready)
         position[row] = count
         count += 1
-        for follower in behind[first[row] : first[row + 1]]:
+        for follower in followers[first[row] : first[row + 1]]:
             waits[follower] -= 1
             if not waits[follower]:
                 heapq.heappush(ready, (when[follower], follower))
@@ -278,7 +285,7 @@ def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
     return positions
 
 
-def last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
+def find_last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
     """For every node: the highest place of a node that counts, among all that it waits for directly or over others.
 
     Args:
@@ -290,7 +297,7 @@ def last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
         -1 where there is none.
     """
     last: list[int] = [-1] * len(order)
-    own = np.where(counts, order, -1).tolist()
+    counted_position = np.where(counts, order, -1).tolist()
     for row, awaited in pairs[np.argsort(order[pairs[:, 0]], kind="stable")].tolist():
-        last[row] = max(last[row], own[awaited], last[awaited])
+        last[row] = max(last[row], counted_position[awaited], last[awaited])
     return np.array(last, np.int64)

@@ -11,9 +11,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import EXPECTED, NodeTable, Workload
+from traceloom.formats.chakra.nodes import EXPECTED, NodeFrame, Workload
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.workload.chakra.validation_rules import MOST_EXAMPLES, Findings, Severity
+from traceloom.workload.chakra.validation_rules import MAX_EXAMPLES, Findings, Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +48,28 @@ class Resolved:
     dangling_control: tuple[Ints, NDArray[np.uint64]]
 
 
-def resolve(table: NodeTable) -> Resolved:
+def resolve(table: NodeFrame) -> Resolved:
     """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one counts."""
     ids = table.nodes["id"].to_numpy()
-    by_id = np.argsort(ids, kind="stable")
-    arcs, own, dangling = [], [], []
+    id_order = np.argsort(ids, kind="stable")
+    arcs, self_waits, dangling = [], [], []
     for dependencies in (table.data, table.control):
         row, awaited = dependencies.row, dependencies.id
         source = row
         lost = np.zeros(len(row), np.bool_)
         if len(row):
-            source = by_id[np.minimum(np.searchsorted(ids, awaited, sorter=by_id), len(ids) - 1)].astype(np.int64)
+            source = id_order[np.minimum(np.searchsorted(ids, awaited, sorter=id_order), len(ids) - 1)].astype(np.int64)
             lost = ids[source] != awaited
         dangling.append((row[lost], awaited[lost]))
         source, row = source[~lost], row[~lost]
         same = source == row
         arcs.append(Arcs(source[~same], row[~same]))
-        own.append(np.unique(row[same]))
-    return Resolved(arcs[0], arcs[1], own[0], own[1], dangling[0], dangling[1])
+        self_waits.append(np.unique(row[same]))
+    return Resolved(arcs[0], arcs[1], self_waits[0], self_waits[1], dangling[0], dangling[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class TopologicalOrder:
     """An order in which every node comes after what it waits for.
 
     Attributes:
@@ -81,50 +81,50 @@ class Settled:
     stuck: Bools
 
 
-def settle(count: int, arcs: Arcs, key: Ints, held: Ints | None = None) -> Settled:
+def sort_topologically(count: int, arcs: Arcs, key: Ints, blocked: Ints | None = None) -> TopologicalOrder:
     """Order `count` nodes by their dependencies.
 
     Args:
         count: Number of nodes.
         arcs: The dependencies.
         key: Where they already point from lower to higher keys, the keys are the order, at no cost.
-        held: Rows that never start whatever happens, as they wait for what does not exist.
+        blocked: Rows that never start whatever happens, as they wait for what does not exist.
     """
-    if (held is None or not len(held)) and (key[arcs.source] < key[arcs.target]).all():
-        return Settled(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
-    by_source = np.argsort(arcs.source, kind="stable")
-    follower = arcs.target[by_source].tolist()
+    if (blocked is None or not len(blocked)) and (key[arcs.source] < key[arcs.target]).all():
+        return TopologicalOrder(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
+    source_order = np.argsort(arcs.source, kind="stable")
+    follower = arcs.target[source_order].tolist()
     first: Any = np.concatenate([[0], np.cumsum(np.bincount(arcs.source, minlength=count))]).tolist()
     waits_of = np.bincount(arcs.target, minlength=count)
-    if held is not None:
-        waits_of[held] += 1
+    if blocked is not None:
+        waits_of[blocked] += 1
     waits: Any = waits_of.tolist()
     ready = [row for row in np.argsort(-key, kind="stable").tolist() if not waits[row]]
     order: list[int] = []
     while ready:
         row = ready.pop()
         order.append(row)
-        for behind in follower[first[row] : first[row + 1]]:
-            waits[behind] -= 1
-            if not waits[behind]:
-                ready.append(behind)
-    return Settled(np.array(order, dtype=np.int64), np.array(waits, dtype=np.int64) > 0)
+        for waiting_row in follower[first[row] : first[row + 1]]:
+            waits[waiting_row] -= 1
+            if not waits[waiting_row]:
+                ready.append(waiting_row)
+    return TopologicalOrder(np.array(order, dtype=np.int64), np.array(waits, dtype=np.int64) > 0)
 
 
-def circles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
+def find_cycles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
     """Circles among nodes that never start: in each, every row waits for the next one, and the last for the first.
 
     From every stuck node, one wait is followed until a row repeats: linear time, and one circle for every group of
     nodes that wait only for each other.
     """
-    inside = stuck[arcs.source] & stuck[arcs.target]
+    is_stuck_arc = stuck[arcs.source] & stuck[arcs.target]
     awaited = np.full(len(stuck), -1, dtype=np.int64)
-    awaited[arcs.target[inside]] = arcs.source[inside]
+    awaited[arcs.target[is_stuck_arc]] = arcs.source[is_stuck_arc]
     next_of = awaited.tolist()
     walk = np.zeros(len(stuck), dtype=np.int64).tolist()  # the walk on which a row was met first; 0 for none
     rings: list[list[int]] = []
-    for number, begin in enumerate(np.flatnonzero(stuck).tolist(), start=1):
-        row = begin
+    for number, start_row in enumerate(np.flatnonzero(stuck).tolist(), start=1):
+        row = start_row
         while row >= 0 and not walk[row]:
             walk[row] = number
             row = next_of[row]
@@ -138,11 +138,11 @@ def circles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
 
 Place = tuple[str, int | None]
 _WORK = (NodeType.COMP_NODE, NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
-_LONGEST_CIRCLE = 6
-_LONGEST_NAME = 60
+_MAX_CYCLE_SHOWN = 6
+_MAX_NAME_CHARS = 60
 
 
-def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
+def check_file(table: NodeFrame, location: Place, findings: Findings) -> tuple[Resolved, TopologicalOrder]:
     """All rules about one file; returns its dependencies and the order they leave."""
     for notice in table.notices:
         if notice.slug == "chakra-no-metadata":
@@ -152,114 +152,137 @@ def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[R
     if not len(table):
         findings.add("no-nodes", location, [(None, "there is no node in it")])
     kinds, values = table.nodes["type"].to_numpy(), table.nodes["id"].to_numpy()
-    odd = np.flatnonzero((kinds < 1) | (kinds > max(NodeType.values())))
-    if len(odd):
-        types = ((table.nodes["id"][int(r)], f"{label(table, int(r))} has the type {kinds[r]}") for r in odd)
-        findings.add("node-type", location, types, ids(table, odd))
+    unknown_type_rows = np.flatnonzero((kinds < 1) | (kinds > max(NodeType.values())))
+    if len(unknown_type_rows):
+        types = (
+            (table.nodes["id"][int(r)], f"{describe_node(table, int(r))} has the type {kinds[r]}")
+            for r in unknown_type_rows
+        )
+        findings.add("node-type", location, types, get_ids(table, unknown_type_rows))
     if table.odd.height:
         _check_odd(table, location, findings)
-    by_id = np.argsort(values, kind="stable")
-    again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
-    if len(again):
-        again = np.sort(again)
-        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
+    id_order = np.argsort(values, kind="stable")
+    repeated_rows = id_order[1:][values[id_order][1:] == values[id_order][:-1]]
+    if len(repeated_rows):
+        repeated_rows = np.sort(repeated_rows)
+        findings.add(
+            "duplicate-id",
+            location,
+            describe_nodes(table, repeated_rows, "has the id of an earlier node"),
+            get_ids(table, repeated_rows),
+        )
     return _check_dependencies(table, location, findings)
 
 
-def _check_odd(table: NodeTable, location: Place, findings: Findings) -> None:
+def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
     """Attributes that are not as readers expect them."""
     expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
     wrong = table.odd.filter(pl.col("kind") != expected)
     for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
-        at = rows["row"].to_numpy()
+        row_indices = rows["row"].to_numpy()
         predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
-        findings.add("attribute-type", location, each(table, at, predicate), ids(table, np.unique(at)))
+        findings.add(
+            "attribute-type",
+            location,
+            describe_nodes(table, row_indices, predicate),
+            get_ids(table, np.unique(row_indices)),
+        )
     twice = table.odd.filter("again").sort("row")
     if twice.height:
         repeats = (
-            (table.nodes["id"][row], f"{label(table, row)} has {name} more than once")
+            (table.nodes["id"][row], f"{describe_node(table, row)} has {name} more than once")
             for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
         )
-        findings.add("repeated-attribute", location, repeats, ids(table, twice["row"].unique().sort().to_numpy()))
+        findings.add("repeated-attribute", location, repeats, get_ids(table, twice["row"].unique().sort().to_numpy()))
 
 
-def label(table: NodeTable, row: int) -> str:
+def describe_node(table: NodeFrame, row: int) -> str:
     """A node in words: its id and its name."""
     name = table.nodes["name"][row]
-    short = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+    short = name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
     return f"node {table.nodes['id'][row]}" + (f" `{short}`" if short else "")
 
 
-def ids(table: NodeTable, rows: Ints) -> NDArray[np.uint64]:
+def get_ids(table: NodeFrame, rows: Ints) -> NDArray[np.uint64]:
     """Ids of rows."""
-    chosen: NDArray[np.uint64] = table.nodes["id"].to_numpy()[rows]
-    return chosen
+    ids: NDArray[np.uint64] = table.nodes["id"].to_numpy()[rows]
+    return ids
 
 
-def each(table: NodeTable, rows: Any, complaint: str) -> Iterator[tuple[int, str]]:
+def describe_nodes(table: NodeFrame, rows: Any, complaint: str) -> Iterator[tuple[int, str]]:
     """(id, sentence) of every row, made lazily."""
     for row in rows:
-        yield table.nodes["id"][int(row)], f"{label(table, int(row))} {complaint}"
+        yield table.nodes["id"][int(row)], f"{describe_node(table, int(row))} {complaint}"
 
 
-def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
+def _check_dependencies(table: NodeFrame, location: Place, findings: Findings) -> tuple[Resolved, TopologicalOrder]:
     resolved = resolve(table)
-    for rule, (at, lost), verb in (
+    for rule, (row_indices, lost), verb in (
         ("dangling-dependency", resolved.dangling, "waits for node"),
         ("dangling-control-dependency", resolved.dangling_control, "is called by node"),
     ):
-        if len(at):
+        if len(row_indices):
             examples = (
-                (table.nodes["id"][int(r)], f"{label(table, int(r))} {verb} {i}, which is not there")
-                for r, i in zip(at, lost, strict=True)
+                (table.nodes["id"][int(r)], f"{describe_node(table, int(r))} {verb} {i}, which is not there")
+                for r, i in zip(row_indices, lost, strict=True)
             )
-            findings.add(rule, location, examples, ids(table, np.unique(at)), count=len(at))
+            findings.add(rule, location, examples, get_ids(table, np.unique(row_indices)), count=len(row_indices))
     for rows, predicate in ((resolved.own, "waits for itself"), (resolved.own_control, "is its own caller")):
         if len(rows):
-            findings.add("self-dependency", location, each(table, rows, predicate), ids(table, rows))
+            findings.add("self-dependency", location, describe_nodes(table, rows, predicate), get_ids(table, rows))
     for dependencies in (table.data, table.control):
         order = np.lexsort((dependencies.id, dependencies.row))
         row, awaited = dependencies.row[order], dependencies.id[order]
-        again = np.unique(row[1:][(row[1:] == row[:-1]) & (awaited[1:] == awaited[:-1])])
-        if len(again):
-            repeats = each(table, again, "lists a dependency more than once")
-            findings.add("repeated-dependency", location, repeats, ids(table, again))
+        repeated_rows = np.unique(row[1:][(row[1:] == row[:-1]) & (awaited[1:] == awaited[:-1])])
+        if len(repeated_rows):
+            repeats = describe_nodes(table, repeated_rows, "lists a dependency more than once")
+            findings.add("repeated-dependency", location, repeats, get_ids(table, repeated_rows))
     # The order by data and control dependencies; by data dependencies alone where both together form circles.
     key = np.empty(len(table), dtype=np.int64)  # the place of each among all, by id
     key[np.argsort(table.nodes["id"].to_numpy(), kind="stable")] = np.arange(len(table))
-    held = np.union1d(resolved.dangling[0], resolved.own)
-    by_data = settle(len(table), resolved.data, key, held)
+    blocked = np.union1d(resolved.dangling[0], resolved.own)
+    data_order = sort_topologically(len(table), resolved.data, key, blocked)
     arcs = resolved.data + resolved.control
-    settled = settle(len(table), arcs, key, held)
-    rule, rings = "dependency-cycle", circles(resolved.data, by_data.stuck)
+    settled = sort_topologically(len(table), arcs, key, blocked)
+    rule, rings = "dependency-cycle", find_cycles(resolved.data, data_order.stuck)
     if not rings:
-        rule, rings = "control-dependency-cycle", circles(arcs, settled.stuck)
-        settled = by_data if rings else settled
+        rule, rings = "control-dependency-cycle", find_cycles(arcs, settled.stuck)
+        settled = data_order if rings else settled
 
     def sentence(ring: list[int]) -> str:
-        shown = ring[:_LONGEST_CIRCLE]
-        more = f" … and {len(ring) - len(shown)} more" if len(shown) < len(ring) else ""
-        chain = ", which waits for ".join(label(table, row) for row in shown).replace(", which", "", 1)
-        return f"{chain}{more}, which waits for {label(table, ring[0])}"
+        visible = ring[:_MAX_CYCLE_SHOWN]
+        suffix = f" … and {len(ring) - len(visible)} more" if len(visible) < len(ring) else ""
+        chain = ", which waits for ".join(describe_node(table, row) for row in visible).replace(", which", "", 1)
+        return f"{chain}{suffix}, which waits for {describe_node(table, ring[0])}"
 
     if rings:
         sentences = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in rings)
         members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
-        findings.add(rule, location, sentences, ids(table, members), count=len(rings))
-    behind = settled.stuck.copy()
-    behind[[row for ring in rings for row in ring]] = False
-    behind[held] = False
-    rows = np.flatnonzero(behind)
+        findings.add(rule, location, sentences, get_ids(table, members), count=len(rings))
+    is_behind = settled.stuck.copy()
+    is_behind[[row for ring in rings for row in ring]] = False
+    is_behind[blocked] = False
+    rows = np.flatnonzero(is_behind)
     if len(rows):
-        findings.add("never-starts", location, each(table, rows, "waits for a node that never ends"), ids(table, rows))
+        findings.add(
+            "never-starts",
+            location,
+            describe_nodes(table, rows, "waits for a node that never ends"),
+            get_ids(table, rows),
+        )
     if len(arcs.source):
-        alone = np.ones(len(table), dtype=bool)
+        is_isolated = np.ones(len(table), dtype=bool)
         for part in (table.data.row, table.control.row, arcs.source):
-            alone[part] = False
-        alone &= np.isin(table.nodes["type"].to_numpy(), _WORK) & (table.nodes["duration_us"].to_numpy() > 0)
-        rows = np.flatnonzero(alone)
+            is_isolated[part] = False
+        is_isolated &= np.isin(table.nodes["type"].to_numpy(), _WORK) & (table.nodes["duration_us"].to_numpy() > 0)
+        rows = np.flatnonzero(is_isolated)
         if len(rows):
-            findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))
+            findings.add(
+                "isolated-node",
+                location,
+                describe_nodes(table, rows, "has no place in the order"),
+                get_ids(table, rows),
+            )
     return resolved, settled
 
 
@@ -273,19 +296,19 @@ ALL = ("", "0")
 """How groups of all ranks are written."""
 
 
-def rows_of(table: NodeTable, *kinds: int) -> Ints:
+def find_rows(table: NodeFrame, *kinds: int) -> Ints:
     """Rows of the nodes of some types."""
     return np.flatnonzero(np.isin(table.nodes["type"].to_numpy(), kinds))
 
 
-def kind_name(number: int | None) -> str:
+def format_collective_type(number: int | None) -> str:
     """The name of a collective's type, as `ALL_REDUCE`; `type 12` for one that the schema does not have."""
     if number is None:
         return "a collective without type"
     return CollectiveCommType.Name(number) if number in CollectiveCommType.values() else f"type {number}"
 
 
-def wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
+def find_wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
     """The files that have nodes of which something holds, and the rows of these."""
     nodes = workload.nodes.filter(broken)
     for (file,), rows in nodes.select("file", "row").group_by("file", maintain_order=True):
@@ -294,9 +317,9 @@ def wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints
 
 def check_nodes(workload: Workload, findings: Findings, rule: str, broken: pl.Expr, predicate: str) -> None:
     """Say of each file which of its nodes break a rule."""
-    for file, rows in wrong_nodes(workload, broken):
+    for file, rows in find_wrong_nodes(workload, broken):
         table = workload.tables[file]
-        findings.add(rule, workload.location(file), each(table, rows, predicate), ids(table, rows))
+        findings.add(rule, workload.location(file), describe_nodes(table, rows, predicate), get_ids(table, rows))
 
 
 def check_attributes(workload: Workload, findings: Findings) -> None:
@@ -308,17 +331,17 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             if name == "comm_size" and kind == COLLECTIVE:
                 broken &= pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER)
             lacking.append(workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute")))
-    odd = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
-    lacks = pl.concat(lacking).join(odd, on=["file", "row", "attribute"], how="anti", maintain_order="left")
+    odd_attributes = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
+    lacks = pl.concat(lacking).join(odd_attributes, on=["file", "row", "attribute"], how="anti", maintain_order="left")
     for (file,), rows in lacks.group_by("file", maintain_order=True):
         table = workload.tables[int(str(file))]
-        by_row = rows.group_by("row", maintain_order=True).agg("attribute").sort("row")
+        lacking_by_row = rows.group_by("row", maintain_order=True).agg("attribute").sort("row")
         examples = (
-            (table.nodes["id"][row], f"{label(table, row)} has no {' and no '.join(names)}")
-            for row, names in by_row.iter_rows()
+            (table.nodes["id"][row], f"{describe_node(table, row)} has no {' and no '.join(names)}")
+            for row, names in lacking_by_row.iter_rows()
         )
-        at = workload.location(int(str(file)))
-        findings.add("communication-attribute", at, examples, ids(table, by_row["row"].to_numpy()))
+        location = workload.location(int(str(file)))
+        findings.add("communication-attribute", location, examples, get_ids(table, lacking_by_row["row"].to_numpy()))
     communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
     for rule, broken, predicate in (
         (
@@ -340,8 +363,8 @@ def check_groups(workload: Workload, findings: Findings) -> None:
     """The group file, and whether the nodes' groups are in it."""
     groups = workload.groups
     if groups.faults:
-        at = (groups.path, None)
-        findings.add("group-file", at, [(None, fault) for fault in groups.faults], count=len(groups.faults))
+        location = (groups.path, None)
+        findings.add("group-file", location, [(None, fault) for fault in groups.faults], count=len(groups.faults))
     if groups.members is None:
         return
     used = workload.nodes.filter(
@@ -351,46 +374,56 @@ def check_groups(workload: Workload, findings: Findings) -> None:
         members = groups.members.get(str(name))
         table, (path, rank), rows = workload.tables[file], workload.location(file), nodes["row"].to_numpy()
         if members is None and name not in ALL:
-            findings.add("unknown-group", (path, rank), each(table, rows, f"is in group `{name}`"), ids(table, rows))
+            findings.add(
+                "unknown-group",
+                (path, rank),
+                describe_nodes(table, rows, f"is in group `{name}`"),
+                get_ids(table, rows),
+            )
         elif members is not None and rank is not None and rank not in members:
-            predicate = f"of rank {rank} is in group `{name}` of the ranks {ranks_text(members)}"
-            findings.add("not-a-member", (path, rank), each(table, rows, predicate), ids(table, rows))
+            predicate = f"of rank {rank} is in group `{name}` of the ranks {format_ranks(members)}"
+            findings.add("not-a-member", (path, rank), describe_nodes(table, rows, predicate), get_ids(table, rows))
 
 
 def check_peers(workload: Workload, findings: Findings) -> None:
     """The peers of messages, where the file alone shows that they are impossible."""
-    of_file = pl.Series("rank", workload.ranks, dtype=pl.Int64)
-    rank = pl.col("file").replace_strict(range(len(of_file)), of_file)
-    for kind, peer, own in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
-        of_kind = (pl.col("type") == kind) & rank.is_not_null()
+    rank_by_file = pl.Series("rank", workload.ranks, dtype=pl.Int64)
+    rank = pl.col("file").replace_strict(range(len(rank_by_file)), rank_by_file)
+    for kind, peer, own_column in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
+        is_kind = (pl.col("type") == kind) & rank.is_not_null()
         for broken, predicate in (
-            (of_kind & (pl.col(peer) == rank), f"of rank {{0}} has {peer} {{0}}, itself"),
-            (of_kind & (pl.col(peer) < 0), f"has a {peer} below 0"),
-            (of_kind & (pl.col(own) != rank), f"of rank {{0}} has another {own}"),
+            (is_kind & (pl.col(peer) == rank), f"of rank {{0}} has {peer} {{0}}, itself"),
+            (is_kind & (pl.col(peer) < 0), f"has a {peer} below 0"),
+            (is_kind & (pl.col(own_column) != rank), f"of rank {{0}} has another {own_column}"),
         ):
-            for file, rows in wrong_nodes(workload, broken):
-                table, at = workload.tables[file], workload.location(file)
-                findings.add("message-peer", at, each(table, rows, predicate.format(at[1])), ids(table, rows))
+            for file, rows in find_wrong_nodes(workload, broken):
+                table, location = workload.tables[file], workload.location(file)
+                findings.add(
+                    "message-peer",
+                    location,
+                    describe_nodes(table, rows, predicate.format(location[1])),
+                    get_ids(table, rows),
+                )
 
 
-def named_ranks(workload: Workload) -> dict[int, str]:
+def find_named_ranks(workload: Workload) -> dict[int, str]:
     """Every rank that a group or a message names, and where."""
-    named: dict[int, str] = {}
+    location_by_rank: dict[int, str] = {}
     for name, members in (workload.groups.members or {}).items():
         for rank in members:
-            named.setdefault(rank, f"group `{name}` of {workload.groups.path}")
+            location_by_rank.setdefault(rank, f"group `{name}` of {workload.groups.path}")
     for kind, peer in ((SEND, "comm_dst"), (RECEIVE, "comm_src")):
         peers = workload.nodes.filter((pl.col("type") == kind) & (pl.col(peer) >= 0))
         for rank, file in peers.group_by(peer, maintain_order=True).agg(pl.col("file").first()).iter_rows():
-            named.setdefault(rank, f"a message of {workload.tables[file].path}")
-    return named
+            location_by_rank.setdefault(rank, f"a message of {workload.tables[file].path}")
+    return location_by_rank
 
 
-def ranks_text(ranks: Iterable[int], most: int = 8) -> str:
+def format_ranks(ranks: Iterable[int], limit: int = 8) -> str:
     """`0, 1, 2 and 5 more`."""
     listed: Sequence[int] = sorted(ranks)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(map(str, listed[:most])) + more
+    suffix = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(map(str, listed[:limit])) + suffix
 
 
 SUPPORTED = (
@@ -400,7 +433,7 @@ SUPPORTED = (
     CollectiveCommType.REDUCE_SCATTER,
     CollectiveCommType.BROADCAST,
 )
-_MOST_GROUP = 2**31 - 1
+_MAX_GROUP = 2**31 - 1
 _MEMORY = (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
 
 
@@ -428,42 +461,47 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         rules.append(("no-group-file", in_group, "is in a group"))
     for rule, broken, predicate in rules:
         check_nodes(workload, findings, rule, broken, predicate)
-    named = workload.nodes.filter(in_group).select("file", "row", "pg_name")
-    odd = [name for name in named["pg_name"].unique() if not is_number(name, least=0)]
-    by_group = named.filter(pl.col("pg_name").is_in(odd)).group_by("file", "pg_name", maintain_order=True)
-    for (number, name), nodes in by_group:
+    grouped_nodes = workload.nodes.filter(in_group).select("file", "row", "pg_name")
+    invalid_names = [name for name in grouped_nodes["pg_name"].unique() if not is_number(name, min_value=0)]
+    nodes_by_group = grouped_nodes.filter(pl.col("pg_name").is_in(invalid_names)).group_by(
+        "file", "pg_name", maintain_order=True
+    )
+    for (number, name), nodes in nodes_by_group:
         file = int(str(number))
         table, rows = workload.tables[file], nodes["row"].to_numpy()
-        in_odd = each(table, rows, f"is in group `{name}`")
-        findings.add("group-name", workload.location(file), in_odd, ids(table, rows))
-    for file, rows in wrong_nodes(workload, collective & unsupported):
+        in_odd = describe_nodes(table, rows, f"is in group `{name}`")
+        findings.add("group-name", workload.location(file), in_odd, get_ids(table, rows))
+    for file, rows in find_wrong_nodes(workload, collective & unsupported):
         table = workload.tables[file]
         sentences = [
-            (table.nodes["id"][row], f"{label(table, row)} is {kind_name(table.nodes['comm_type'][row])}")
-            for row in rows[:MOST_EXAMPLES].tolist()
+            (
+                table.nodes["id"][row],
+                f"{describe_node(table, row)} is {format_collective_type(table.nodes['comm_type'][row])}",
+            )
+            for row in rows[:MAX_EXAMPLES].tolist()
         ]
-        findings.add("unsupported-collective", workload.location(file), sentences, ids(table, rows))
+        findings.add("unsupported-collective", workload.location(file), sentences, get_ids(table, rows))
     host = (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
-    for file, rows in wrong_nodes(workload, host):  # about the simulation as a whole, however many they are
+    for file, rows in find_wrong_nodes(workload, host):  # about the simulation as a whole, however many they are
         text = f"{len(rows):,} node{'s are' if len(rows) > 1 else ' is'} work of the CPU"
         table = workload.tables[file]
-        findings.add("host-node", workload.location(file), [(None, text)], ids(table, rows), count=1)
+        findings.add("host-node", workload.location(file), [(None, text)], get_ids(table, rows), count=1)
     for file, table in enumerate(workload.tables):
         if len(table.control.row):
             rows = np.unique(table.control.row)
-            examples = each(table, rows, "has control dependencies")
-            findings.add("control-dependency", workload.location(file), examples, ids(table, rows))
+            examples = describe_nodes(table, rows, "has control dependencies")
+            findings.add("control-dependency", workload.location(file), examples, get_ids(table, rows))
     if len(workload.ranks) == 1:
         severity: Severity | None = None if workload.place.whole else "warning"  # others may lie elsewhere
-        alone = [(None, "there is no other rank")]
-        findings.add("one-rank", (workload.tables[0].path, workload.ranks[0]), alone, severity=severity)
+        lone_rank_examples = [(None, "there is no other rank")]
+        findings.add("one-rank", (workload.tables[0].path, workload.ranks[0]), lone_rank_examples, severity=severity)
     names = workload.groups.members or {}
-    wrong = [name for name in names if not is_number(name, least=1)]
+    wrong = [name for name in names if not is_number(name, min_value=1)]
     if wrong:
         sentences = [(None, f"the group file names the group `{name}`") for name in wrong]
         findings.add("group-name", (workload.groups.path, None), sentences, count=len(wrong))
 
 
-def is_number(name: str, least: int) -> bool:
-    """Whether ASTRA-sim reads a group's name as a number from `least` on."""
-    return name.isascii() and name.isdigit() and least <= int(name[:11]) <= _MOST_GROUP
+def is_number(name: str, min_value: int) -> bool:
+    """Whether ASTRA-sim reads a group's name as a number from `min_value` on."""
+    return name.isascii() and name.isdigit() and min_value <= int(name[:11]) <= _MAX_GROUP

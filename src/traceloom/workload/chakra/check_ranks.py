@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType
-from traceloom.formats.chakra.nodes import NodeTable, Workload
+from traceloom.formats.chakra.nodes import NodeFrame, Workload
 from traceloom.trace.array_types import Ints
 from traceloom.workload.chakra.check_files import (
     ALL,
@@ -18,14 +18,14 @@ from traceloom.workload.chakra.check_files import (
     RECEIVE,
     SEND,
     Arcs,
-    Settled,
-    circles,
-    ids,
-    kind_name,
-    label,
-    ranks_text,
-    rows_of,
-    settle,
+    TopologicalOrder,
+    describe_node,
+    find_cycles,
+    find_rows,
+    format_collective_type,
+    format_ranks,
+    get_ids,
+    sort_topologically,
 )
 from traceloom.workload.chakra.validation_rules import Findings, Severity
 
@@ -41,11 +41,11 @@ _UNEVEN = (
 
 
 @dataclass(frozen=True)
-class Ordered:
+class OrderedFile:
     """One rank's file with the order in which its nodes can be issued: position of each row, -1 for never."""
 
     rank: int
-    table: NodeTable
+    table: NodeFrame
     position: Ints
 
     @property
@@ -67,7 +67,7 @@ class JoinedOperations:
     messages: pl.DataFrame
 
 
-def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
+def build_issue_orders(workload: Workload, settled: Sequence[TopologicalOrder]) -> list[OrderedFile]:
     """The files of a set with a rank each; empty where a file has none, or two have the same."""
     ranks = [rank for rank in workload.ranks if rank is not None]
     if len(set(ranks)) < len(workload.ranks):
@@ -76,22 +76,22 @@ def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
     for rank, table, order in zip(ranks, workload.tables, settled, strict=True):
         position = np.full(len(table), -1, dtype=np.int64)
         position[order.order] = np.arange(len(order.order))
-        parts.append(Ordered(rank, table, position))
+        parts.append(OrderedFile(rank, table, position))
     return parts
 
 
-def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> JoinedOperations:
+def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) -> JoinedOperations:
     """Compare what the ranks say of their common operations."""
     position = pl.Series("position", np.concatenate([part.position for part in parts]))
     startable = workload.nodes.with_columns(position).filter(pl.col("position") >= 0).sort("file", "position")
-    by_group: dict[str, list[_Sequence]] = {}
+    sequences_by_group: dict[str, list[_Sequence]] = {}
     collectives = startable.filter(pl.col("type") == COLLECTIVE).with_columns(
         pl.col("pg_name").fill_null(""), pl.col("comm_type", "comm_size").fill_null(_NONE)
     )
     for (file, name), rows in collectives.partition_by("file", "pg_name", as_dict=True).items():
         numbers = rows["comm_seq"]
         numbered = not numbers.has_nulls() and numbers.n_unique() == len(numbers)
-        by_group.setdefault(name, []).append(
+        sequences_by_group.setdefault(name, []).append(
             _Sequence(
                 file,
                 rows["row"].to_numpy(),
@@ -101,7 +101,7 @@ def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> J
             )
         )
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
-    for name, issued in sorted(by_group.items()):
+    for name, issued in sorted(sequences_by_group.items()):
         # What was recorded knows which operation is which, however its threads and streams stand in the files.
         all_numbered = all(sequence.numbers is not None for sequence in issued)
         sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
@@ -112,12 +112,14 @@ def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> J
         issuing = {parts[s.part].rank for s in sequences}
         silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
         if silent:
-            at = parts[first.part]
-            sentence = (
-                f"rank {at.rank} issues {len(first.rows)} in {_group(name)}, "
-                f"rank{'s' if len(silent) > 1 else ''} {ranks_text(p.rank for p in silent)} none"
+            first_file = parts[first.part]
+            message = (
+                f"rank {first_file.rank} issues {len(first.rows)} in {_describe_group(name)}, "
+                f"rank{'s' if len(silent) > 1 else ''} {format_ranks(p.rank for p in silent)} none"
             )
-            findings.add("collective-count", at.location, [(None, sentence)], ids(at.table, first.rows))
+            findings.add(
+                "collective-count", first_file.location, [(None, message)], get_ids(first_file.table, first.rows)
+            )
         fits = [_compare(parts, name, first, other, findings) for other in sequences[1:]]
         if fits and all(fits):
             # The k-th of each rank are one operation; it is numbered by its first part.
@@ -148,40 +150,42 @@ class _Sequence:
         return _Sequence(self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order])
 
 
-def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequence, findings: Findings) -> bool:
+def _compare(parts: Sequence[OrderedFile], name: str, first: _Sequence, other: _Sequence, findings: Findings) -> bool:
     """Compare two ranks' sequences in a group; False where they cannot be joined."""
     first_part, other_part = parts[first.part], parts[other.part]
 
-    def say(rule: str, at: Ints) -> None:
+    def say(rule: str, positions: Ints) -> None:
         waits = ": each waits for the other" if rule == "collective-order" else ""
 
-        def sentence(k: int) -> str:
-            here, there = (
-                kind_name(None if s.kinds[k] == _NONE else int(s.kinds[k]))
+        def message(k: int) -> str:
+            first_type, other_type = (
+                format_collective_type(None if s.kinds[k] == _NONE else int(s.kinds[k]))
                 + ("" if s.sizes[k] == _NONE else f" of {int(s.sizes[k]):,} bytes")
                 for s in (first, other)
             )
             return (
-                f"collective {k + 1} of {_group(name)} is {here} on rank {first_part.rank} "
-                f"({label(first_part.table, int(first.rows[k]))}), {there} on rank {other_part.rank} "
-                f"({label(other_part.table, int(other.rows[k]))}){waits}"
+                f"collective {k + 1} of {_describe_group(name)} is {first_type} on rank {first_part.rank} "
+                f"({describe_node(first_part.table, int(first.rows[k]))}), {other_type} on rank {other_part.rank} "
+                f"({describe_node(other_part.table, int(other.rows[k]))}){waits}"
             )
 
-        examples = ((first_part.table.nodes["id"][int(first.rows[k])], sentence(int(k))) for k in at)
-        uneven = rule == "collective-size" and bool(np.isin(first.kinds[at], _UNEVEN).all())
+        examples = ((first_part.table.nodes["id"][int(first.rows[k])], message(int(k))) for k in positions)
+        uneven = rule == "collective-size" and bool(np.isin(first.kinds[positions], _UNEVEN).all())
         severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
-        findings.add(rule, first_part.location, examples, ids(first_part.table, first.rows[at]), severity=severity)
+        findings.add(
+            rule, first_part.location, examples, get_ids(first_part.table, first.rows[positions]), severity=severity
+        )
 
     common = min(len(first.rows), len(other.rows))
     if len(first.rows) != len(other.rows):
-        longer, at = (first, first_part) if len(first.rows) > common else (other, other_part)
-        sentence = (
-            f"rank {first_part.rank} issues {len(first.rows)} collectives in {_group(name)}, "
+        longer, longer_part = (first, first_part) if len(first.rows) > common else (other, other_part)
+        message = (
+            f"rank {first_part.rank} issues {len(first.rows)} collectives in {_describe_group(name)}, "
             f"rank {other_part.rank} {len(other.rows)}: the first one too many is "
-            f"{label(at.table, int(longer.rows[common]))}"
+            f"{describe_node(longer_part.table, int(longer.rows[common]))}"
         )
-        surplus = ids(at.table, longer.rows[common:])
-        findings.add("collective-count", at.location, [(None, sentence)], surplus)
+        surplus = get_ids(longer_part.table, longer.rows[common:])
+        findings.add("collective-count", longer_part.location, [(None, message)], surplus)
     kinds = first.kinds[:common] != other.kinds[:common]
     sizes = (first.sizes[:common] != other.sizes[:common]) & ~kinds
     if not kinds.any() and not sizes.any():
@@ -195,17 +199,17 @@ def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequ
     if kinds.any():
         say("collective-kind", np.flatnonzero(kinds))
     uneven = np.isin(first.kinds[:common], _UNEVEN)
-    for at in (sizes & ~uneven, sizes & uneven):
-        if at.any():
-            say("collective-size", np.flatnonzero(at))
+    for longer_part in (sizes & ~uneven, sizes & uneven):
+        if longer_part.any():
+            say("collective-size", np.flatnonzero(longer_part))
     return not kinds.any()
 
 
-def _group(name: str) -> str:
+def _describe_group(name: str) -> str:
     return "the group of all ranks" if name in ALL else f"group `{name}`"
 
 
-def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings: Findings) -> pl.DataFrame:
+def _match_messages(parts: Sequence[OrderedFile], startable: pl.DataFrame, findings: Findings) -> pl.DataFrame:
     """Compare the two ends of messages.
 
     Args:
@@ -214,12 +218,12 @@ def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings:
         findings: Where problems go.
     """
     ranks = pl.Series([part.rank for part in parts], dtype=pl.Int64)
-    ends = {}
-    for kind, own, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
+    messages_by_kind = {}
+    for kind, own_column, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
         messages = startable.filter((pl.col("type") == kind) & pl.col(peer).is_not_null())
-        ends[kind] = messages.select(
-            ranks.gather(messages["file"]).alias(own),
-            pl.col(peer).alias("target" if own == "source" else "source"),
+        messages_by_kind[kind] = messages.select(
+            ranks.gather(messages["file"]).alias(own_column),
+            pl.col(peer).alias("target" if own_column == "source" else "source"),
             pl.col("comm_tag").fill_null(0).alias("tag"),
             pl.col("comm_size").fill_null(_NONE).alias("size"),
             "file",
@@ -227,24 +231,24 @@ def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings:
         ).select("source", "target", "tag", "size", "file", "row")
     keys = ["source", "target", "tag"]
     sent, received = (
-        ends[kind].with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
+        messages_by_kind[kind].with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
     )
     present = [part.rank for part in parts]
-    for messages, others, peer, verb in (
+    for messages, counterparts, peer, verb in (
         (sent, received, "target", "is never received by"),
         (received, sent, "source", "is never sent by"),
     ):
-        lost = messages.join(others, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
+        lost = messages.join(counterparts, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
         for (number,), rows in lost.group_by("file", maintain_order=True):
             part = parts[int(str(number))]
             examples = (
                 (
                     part.table.nodes["id"][row["row"]],
-                    f"{label(part.table, row['row'])} of rank {part.rank}, tag {row['tag']}, {verb} rank {row[peer]}",
+                    f"{describe_node(part.table, row['row'])} of rank {part.rank}, tag {row['tag']}, {verb} rank {row[peer]}",
                 )
                 for row in rows.iter_rows(named=True)
             )
-            findings.add("unmatched-message", part.location, examples, ids(part.table, rows["row"].to_numpy()))
+            findings.add("unmatched-message", part.location, examples, get_ids(part.table, rows["row"].to_numpy()))
     both = sent.join(received, on=[*keys, "turn"], how="inner", maintain_order="left")
     for (number,), rows in both.filter(pl.col("size") != pl.col("size_right")).group_by("file", maintain_order=True):
         part = parts[int(str(number))]
@@ -252,18 +256,18 @@ def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings:
             (
                 part.table.nodes["id"][row["row"]],
                 (
-                    f"{label(part.table, row['row'])} of rank {part.rank} sends {row['size']:,} bytes, "
-                    f"{label(parts[row['file_right']].table, row['row_right'])} of rank {row['target']} takes "
+                    f"{describe_node(part.table, row['row'])} of rank {part.rank} sends {row['size']:,} bytes, "
+                    f"{describe_node(parts[row['file_right']].table, row['row_right'])} of rank {row['target']} takes "
                     f"{row['size_right']:,}"
                 ),
             )
             for row in rows.iter_rows(named=True)
         )
-        findings.add("message-size", part.location, examples, ids(part.table, rows["row"].to_numpy()))
+        findings.add("message-size", part.location, examples, get_ids(part.table, rows["row"].to_numpy()))
     return both
 
 
-_LONGEST = 8
+_MAX_CYCLE_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +285,7 @@ class _Job:
 
 
 def check_deadlock(
-    parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: JoinedOperations, findings: Findings
+    parts: Sequence[OrderedFile], dependencies: Sequence[Arcs], joined: JoinedOperations, findings: Findings
 ) -> None:
     """Name circles in which ranks wait for each other.
 
@@ -309,7 +313,7 @@ def check_deadlock(
     # is their order for those who take it as recorded.
     sources, targets = [], []
     for number, part in enumerate(parts):
-        rows = rows_of(part.table, COLLECTIVE, SEND)
+        rows = find_rows(part.table, COLLECTIVE, SEND)
         rows = rows[part.position[rows] >= 0]
         started = part.table.nodes["start_us"].to_numpy()[rows]
         began = started if findings.target == "chakra" else np.zeros(len(rows), np.uint64)
@@ -319,14 +323,16 @@ def check_deadlock(
     queue = Arcs(np.concatenate(sources), np.concatenate(targets))
     for rule, job in (("deadlock", _Job(first, meets, arcs)), ("collective-order", _Job(first, meets, arcs + queue))):
         merged = Arcs(meets[job.arcs.source], meets[job.arcs.target])
-        stuck = settle(len(meets), merged, np.arange(len(meets))).stuck
-        own = merged.source == merged.target
-        rings = circles(Arcs(merged.source[~own], merged.target[~own]), stuck) if stuck.any() else []
+        stuck = sort_topologically(len(meets), merged, np.arange(len(meets))).stuck
+        is_self_arc = merged.source == merged.target
+        rings = (
+            find_cycles(Arcs(merged.source[~is_self_arc], merged.target[~is_self_arc]), stuck) if stuck.any() else []
+        )
         several = [ring for ring in rings if len(ring) > 1]
         if several:
             file, row = job.where(several[0][0])
             nodes = [parts[file].table.nodes["id"][row]]
-            examples = [(nodes[0], _circle(parts, job, ring)) for ring in several[:5]]
+            examples = [(nodes[0], _describe_cycle(parts, job, ring)) for ring in several[:5]]
             queued = rule == "collective-order"
             severity: Severity | None = "warning" if queued and findings.target == "chakra" else None
             findings.add(rule, parts[file].location, examples, nodes, count=len(several), severity=severity)
@@ -334,11 +340,11 @@ def check_deadlock(
             return
 
 
-def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
+def _describe_cycle(parts: Sequence[OrderedFile], job: _Job, ring: list[int]) -> str:
     """Who waits for whom: on each rank of the circle, what waits there, and for what before it."""
     # For every two neighbours of the circle, the dependency between them: what waits, and for what (file, row).
-    inside = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
-    source, target = job.arcs.source[inside], job.arcs.target[inside]
+    arc_rows = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
+    source, target = job.arcs.source[arc_rows], job.arcs.target[arc_rows]
     first_arc: dict[tuple[int, int], int] = {}
     for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
         first_arc.setdefault(pair, k)
@@ -357,12 +363,12 @@ def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
         else:
             runs.append((*steps[k], 0))
     clauses = []
-    for (file, row), (awaited_file, before), between in runs[:_LONGEST]:
+    for (file, row), (awaited_file, before), between in runs[:_MAX_CYCLE_SHOWN]:
         elsewhere = f" of rank {parts[awaited_file].rank}" if awaited_file != file else ""
-        over = f" (over {between} node{'s' if between > 1 else ''} between)" if between else ""
+        detour = f" (over {between} node{'s' if between > 1 else ''} between)" if between else ""
         clauses.append(
-            f"rank {parts[file].rank}: {label(parts[file].table, row)} waits for "
-            f"{label(parts[awaited_file].table, before)}{elsewhere}{over}"
+            f"rank {parts[file].rank}: {describe_node(parts[file].table, row)} waits for "
+            f"{describe_node(parts[awaited_file].table, before)}{elsewhere}{detour}"
         )
-    more = [f"and {len(runs) - _LONGEST} more"] if len(runs) > _LONGEST else []
-    return "; ".join([*clauses, *more])
+    suffix = [f"and {len(runs) - _MAX_CYCLE_SHOWN} more"] if len(runs) > _MAX_CYCLE_SHOWN else []
+    return "; ".join([*clauses, *suffix])

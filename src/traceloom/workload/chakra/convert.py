@@ -18,7 +18,7 @@ import numpy as np
 from traceloom.errors import InputError, UsageError
 from traceloom.formats.chakra.decode import Decoder
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
-from traceloom.formats.chakra.files import GROUP_FILES, MOST_GROUP_BYTES, Block, EtReader, EtWriter
+from traceloom.formats.chakra.files import GROUP_FILES, MAX_GROUP_BYTES, Block, EtReader, EtWriter
 from traceloom.formats.chakra.json import JsonReader, write_json, write_lines
 from traceloom.graph import graph
 from traceloom.graph.graph import Graph
@@ -27,23 +27,23 @@ from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
 from traceloom.trace.notice import Notice
 from traceloom.workload.chakra.graph_layout import CARRIED_NODES, COMMUNICATION_TYPES, EDGES, EDGES_OUT, SCHEMA
 from traceloom.workload.chakra.graph_read import (
-    blocks_of,
-    from_messages,
-    group_file,
-    groups,
+    build_blocks,
+    convert_from_messages,
+    convert_to_messages,
+    encode_groups,
+    list_groups,
     read_graph,
-    to_messages,
     write_rank,
 )
-from traceloom.workload.chakra.graph_write import Outgoing
+from traceloom.workload.chakra.graph_write import GraphWriter
 
 Side = Literal["communication", "compute"]
-_OF_A_GRAPH = frozenset({EDGES, EDGES_OUT, CARRIED_NODES})  # attributes that would speak of removed nodes
-_MOST_PASSED = 64  # of a list that grows along a chain of removed nodes
+_GRAPH_ATTRIBUTES = frozenset({EDGES, EDGES_OUT, CARRIED_NODES})  # attributes that would speak of removed nodes
+_MAX_PASSED = 64  # of a list that grows along a chain of removed nodes
 
 
 @dataclass(frozen=True)
-class Shape:
+class DependencyShape:
     """Ids, types and dependencies of all nodes of a file, without the nodes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Shape:
     dangling: int
 
 
-def shape(blocks: Iterator[Block], where: str) -> Shape:
+def read_shape(blocks: Iterator[Block], location: str) -> DependencyShape:
     """The shape of a file, read in one pass.
 
     Raises:
@@ -70,14 +70,14 @@ def shape(blocks: Iterator[Block], where: str) -> Shape:
     ids: list[int] = []
     types: list[int] = []
     dependencies: tuple[list[list[int]], list[list[int]]] = ([], [])
-    for columns in Decoder(("is_cpu_op",), where).columns(blocks):
+    for columns in Decoder(("is_cpu_op",), location).columns(blocks):
         ids.extend(columns.id.view(np.uint64).tolist())
         types.extend(columns.type.tolist())
         for lists, out in ((columns.control, dependencies[0]), (columns.data, dependencies[1])):
             per_node: list[list[int]] = [[] for _ in range(len(columns))]
             values = lists.values.view(np.uint64).tolist()
-            ends = np.cumsum(lists.count).tolist()
-            for row, end, count in zip(lists.row.tolist(), ends, lists.count.tolist(), strict=True):
+            list_ends = np.cumsum(lists.count).tolist()
+            for row, end, count in zip(lists.row.tolist(), list_ends, lists.count.tolist(), strict=True):
                 per_node[row] = values[end - count : end]
             out.extend(per_node)
     row_of = {number: row for row, number in reversed(list(enumerate(ids)))}
@@ -87,11 +87,11 @@ def shape(blocks: Iterator[Block], where: str) -> Shape:
             existing = [row_of[number] for number in needed if number in row_of]
             dangling += len(needed) - len(existing)
             lists_of[row] = [other for other in existing if other != row]
-    return Shape(ids, types, *dependencies, dangling)
+    return DependencyShape(ids, types, *dependencies, dangling)
 
 
 @dataclass(frozen=True)
-class Isolated:
+class SeparatedSide:
     """What stays of a file.
 
     Attributes:
@@ -109,7 +109,7 @@ class Isolated:
     notices: tuple[Notice, ...]
 
 
-def isolate(file: Shape, side: Side, where: str) -> Isolated:
+def separate_side(file: DependencyShape, side: Side, location: str) -> SeparatedSide:
     """The nodes and dependencies that stay when only one side is kept.
 
     Raises:
@@ -117,39 +117,45 @@ def isolate(file: Shape, side: Side, where: str) -> Isolated:
     """
     communicates = {int(kind) for kind in COMMUNICATION_TYPES}
     keeps_communication = side == "communication"
-    kept = [(kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE for kind in file.types]
-    stays = list(kept)
+    is_kept_row = [
+        (kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE for kind in file.types
+    ]
+    stays = list(is_kept_row)
     notices: list[Notice] = []
     if file.dangling:
         message = f"{file.dangling:,} dependencies name nodes that the file does not have, and are left out"
-        notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=where))
-    by_control = file.control
+        notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=location))
+    control_waits = file.control
     try:
-        for _ in _in_order(file.control, where):
+        for _ in _iterate_in_order(file.control, location):
             pass
     except InputError:
         dropped = sum(map(len, file.control))
         message = f"the {dropped:,} control dependencies lead in a circle, and are left out"
-        notices.append(Notice("chakra-control-circle", "warning", message, dropped, where=where))
-        by_control = [[] for _ in file.ids]
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, where=location))
+        control_waits = [[] for _ in file.ids]
     while True:
-        (control, more), (data, others) = (_bridged(waits, stays, where) for waits in (by_control, file.data))
-        if not more and not others:
+        (control, control_joints), (data, data_joints) = (
+            _collapse_removed_nodes(waits, stays, location) for waits in (control_waits, file.data)
+        )
+        if not control_joints and not data_joints:
             break
         # Both kinds of dependencies go through the same joints, so both are bridged anew; twice in nearly all cases.
-        for joint in (*more, *others):
+        for joint in (*control_joints, *data_joints):
             stays[joint] = True
     joints = frozenset(
-        row for row, (is_kept, is_there) in enumerate(zip(kept, stays, strict=True)) if is_there > is_kept
+        row for row, (is_kept, is_there) in enumerate(zip(is_kept_row, stays, strict=True)) if is_there > is_kept
     )
 
     def named(waits: dict[int, list[int]]) -> dict[int, list[int]]:
-        return {row: sorted({file.ids[other] for other in others}) for row, others in waits.items()}
+        return {row: sorted({file.ids[other] for other in data_joints}) for row, data_joints in waits.items()}
 
-    return Isolated(kept, joints, named(control), named(data), tuple(notices))
+    return SeparatedSide(is_kept_row, joints, named(control), named(data), tuple(notices))
 
 
-def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> tuple[dict[int, list[int]], list[int]]:
+def _collapse_removed_nodes(
+    waits: Sequence[list[int]], stays: Sequence[bool], location: str
+) -> tuple[dict[int, list[int]], list[int]]:
     """What each node that stays waits for, directly or through removed nodes, and the removed ones that must stay."""
     followers = [0] * len(waits)
     for needed in waits:
@@ -159,7 +165,7 @@ def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> t
     bridged: dict[int, list[int]] = {}
     passed: dict[int, list[int]] = {}  # of a removed node: what those behind it wait for
     joints: list[int] = []
-    for row in _in_order(waits, where):
+    for row in _iterate_in_order(waits, location):
         needed = waits[row]
         direct = [other for other in needed if stays[other]]
         lists = [passed[other] for other in needed if not stays[other]]
@@ -167,7 +173,7 @@ def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> t
             through = lists[0]
         else:
             through = chains.latest([*direct, *(other for passed_on in lists for other in passed_on)])
-        is_joint = len(through) > 1 and (followers[row] > 1 or len(through) > _MOST_PASSED)
+        is_joint = len(through) > 1 and (followers[row] > 1 or len(through) > _MAX_PASSED)
         if stays[row]:
             bridged[row] = list(dict.fromkeys([*direct, *through]))
             chains.add(row, bridged[row])
@@ -210,20 +216,20 @@ class _Chains:
         return [row for _, row in best.values()]
 
 
-def _in_order(waits: Sequence[list[int]], where: str) -> Iterator[int]:
+def _iterate_in_order(waits: Sequence[list[int]], location: str) -> Iterator[int]:
     """All rows, each after those it waits for."""
-    behind: list[list[int]] = [[] for _ in waits]
+    followers: list[list[int]] = [[] for _ in waits]
     missing = [len(needed) for needed in waits]
     for row, needed in enumerate(waits):
         for other in needed:
-            behind[other].append(row)
+            followers[other].append(row)
     ready = [row for row, number in enumerate(missing) if not number]
     done = 0
     while ready:
         row = ready.pop()
         done += 1
         yield row
-        for other in behind[row]:
+        for other in followers[row]:
             missing[other] -= 1
             if not missing[other]:
                 ready.append(other)
@@ -231,12 +237,14 @@ def _in_order(waits: Sequence[list[int]], where: str) -> Iterator[int]:
         raise InputError(
             f"{len(missing) - done:,} nodes wait for each other in a circle, or for such nodes",
             slug="chakra-circle",
-            where=where,
-            hint=f"traceloom validate {where} says which",
+            where=location,
+            hint=f"traceloom validate {location} says which",
         )
 
 
-def remaining(nodes: Iterator[Node], result: Isolated, progress: Callable[[int], None] | None = None) -> Iterator[Node]:
+def select_remaining(
+    nodes: Iterator[Node], result: SeparatedSide, progress: Callable[[int], None] | None = None
+) -> Iterator[Node]:
     """The nodes that stay, with their new dependencies."""
     for row, node in enumerate(nodes):
         if progress and not row % 4096:
@@ -246,7 +254,7 @@ def remaining(nodes: Iterator[Node], result: Isolated, progress: Callable[[int],
         for name, waits in (("ctrl_deps", result.control), ("data_deps", result.data)):
             node.ClearField(name)
             getattr(node, name).extend(waits.get(row, ()))
-        stay = [attribute for attribute in node.attr if attribute.name not in _OF_A_GRAPH]
+        stay = [attribute for attribute in node.attr if attribute.name not in _GRAPH_ATTRIBUTES]
         if len(stay) < len(node.attr):
             copies = Node(attr=stay)
             node.ClearField("attr")
@@ -257,7 +265,7 @@ def remaining(nodes: Iterator[Node], result: Isolated, progress: Callable[[int],
         yield node
 
 
-def metadata_of_side(metadata: GlobalMetadata, side: Side) -> GlobalMetadata:
+def build_side_metadata(metadata: GlobalMetadata, side: Side) -> GlobalMetadata:
     """The metadata, with the side as an attribute; files of a graph are no longer such."""
     out = GlobalMetadata()
     out.CopyFrom(metadata)
@@ -271,7 +279,7 @@ _RANK = re.compile(r"(?:^|\.)(\d{1,7})\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)
 Messages = tuple[GlobalMetadata, Iterator[Node]]
 # What a directory may hold that is replaced.
 DIRECTORY_FILES = r"[^/]*\.et(\.gz)?|comm_groups?\.json"
-Say = Callable[[str], None]
+StatusCallback = Callable[[str], None]
 Form = Literal["et", "json", "jsonl"]
 FORMS: dict[str, Form] = {".et": "et", ".json": "json", ".jsonl": "jsonl"}
 _WRITERS: dict[Form, Callable[[BinaryIO, GlobalMetadata, Iterable[Node]], None]] = {
@@ -297,7 +305,7 @@ class ConversionInput:
 
     path: Path
     strict: bool = False
-    say: Say = lambda _: None
+    say: StatusCallback = lambda _: None
     notices: list[Notice] = field(default_factory=list)
     nodes: int = 0
 
@@ -305,14 +313,14 @@ class ConversionInput:
         if not self.path.exists():
             raise UsageError(f"there is no `{self.path}`", slug="no-file", hint="check the path")
         self._graph: Graph | None = None
-        self._outgoing: Outgoing | None = None
+        self._outgoing: GraphWriter | None = None
         self._files: list[tuple[int, Path]] = []
         self._readers: list[EtReader | JsonReader] = []
         if self.path.is_dir():
-            self._files = rank_files(self.path)
+            self._files = find_rank_files(self.path)
             for name in (*(path for _, path in self._files), *(self.path / name for name in GROUP_FILES)):
-                files.note_input(name)
-        elif self.path.name.endswith(graph.ENDING) or graph.is_graph(self.path):
+                files.remember_input(name)
+        elif self.path.name.endswith(graph.GRAPH_SUFFIX) or graph.is_graph(self.path):
             self.say(f"reading {self.path}")
             self._graph = graph.load(self.path)
         else:
@@ -341,17 +349,17 @@ class ConversionInput:
             return self._graph
         ranks, paths = self.ranks, [path for _, path in self._files]
         self.say(f"reading {self.path}")
-        if all(form_of(path) in {"et", None} for path in paths):
+        if all(detect_form(path) in {"et", None} for path in paths):
             graph = read_graph(paths, ranks=ranks, strict=self.strict)
         else:
-            graph = from_messages([self.messages(rank) for rank in ranks], ranks, str(self.path))
+            graph = convert_from_messages([self.messages(rank) for rank in ranks], ranks, str(self.path))
         self.notices.extend(graph.notices)
         return graph
 
     def messages(self, rank: int) -> Messages:
         """The messages of one rank."""
         if self._graph is not None:
-            return to_messages(self._leaving(self._graph), rank)
+            return convert_to_messages(self._leaving(self._graph), rank)
         path = dict(self._files)[rank]
         self.say(f"reading {path}")
         reader = open_messages(path, strict=self.strict)
@@ -367,30 +375,30 @@ class ConversionInput:
 
         return reader.metadata, nodes()
 
-    def _leaving(self, graph: Graph) -> Outgoing:
+    def _leaving(self, graph: Graph) -> GraphWriter:
         if self._outgoing is None:
-            self._outgoing = Outgoing(graph)
+            self._outgoing = GraphWriter(graph)
         return self._outgoing
 
     def one_side(self, rank: int, side: Side) -> Messages:
         """The messages of one rank that are left of it with only one side."""
         before = list(self.notices)
         metadata, nodes = self.messages(rank)
-        where = str(self.path)
-        blocks: Iterator[Block] = blocks_of(nodes)
-        result = isolate(shape(blocks, where), side, where)
+        location = str(self.path)
+        blocks: Iterator[Block] = build_blocks(nodes)
+        result = separate_side(read_shape(blocks, location), side, location)
         self.notices = [*before, *result.notices]  # what is wrong with the file is found again by the second pass
         metadata, nodes = self.messages(rank)
-        return metadata_of_side(metadata, side), remaining(nodes, result)
+        return build_side_metadata(metadata, side), select_remaining(nodes, result)
 
     def group_file(self) -> bytes | None:
         """The members of groups, as a file beside the ranks' files has them."""
         if self._graph is not None:
-            return group_file(self._graph) if groups(self._graph) else None
+            return encode_groups(self._graph) if list_groups(self._graph) else None
         if not self.path.is_dir():
             return None
         group_path = next((self.path / name for name in GROUP_FILES if (self.path / name).is_file()), None)
-        return files.read_small(group_path, MOST_GROUP_BYTES) if group_path else None
+        return files.read_small(group_path, MAX_GROUP_BYTES) if group_path else None
 
     def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
         """Write the only rank as one file; returns its size in bytes.
@@ -411,18 +419,20 @@ class ConversionInput:
     def write_directory(self, path: Path, side: Side | None, *, force: bool) -> list[Path]:
         """Write `workload.<rank>.et` for all ranks, and the group file; returns the files."""
 
-        def produce(folder: Path) -> None:
+        def produce(directory: Path) -> None:
             for rank in self.ranks:
-                self._write(rank, folder / f"workload.{rank}.et", side, force=False)
+                self._write(rank, directory / f"workload.{rank}.et", side, force=False)
             if (members := self.group_file()) is not None:
-                (folder / GROUP_FILES[0]).write_bytes(members)
+                (directory / GROUP_FILES[0]).write_bytes(members)
 
         return files.write_directory(path, produce, DIRECTORY_FILES, force=force)
 
     def _write(self, rank: int, path: Path, side: Side | None, *, force: bool) -> int:
         self.say(f"writing rank {rank}")
-        form: Form | None = form_of(path)
-        if self._graph is not None and side is None and form == "et":  # the short way, without an object per node
+        file_format: Form | None = detect_form(path)
+        if (
+            self._graph is not None and side is None and file_format == "et"
+        ):  # the short way, without an object per node
             before = self.nodes
 
             def tell(count: int) -> None:
@@ -437,13 +447,13 @@ class ConversionInput:
                 self.nodes += 1
                 yield node
 
-        return write_messages(path, metadata, counted(), form=form, force=force)
+        return write_messages(path, metadata, counted(), file_format=file_format, force=force)
 
 
-def form_of(path: Path) -> Form | None:
+def detect_form(path: Path) -> Form | None:
     """The form that a file's name tells; None for another kind of file."""
     name = path.name.lower().removesuffix(".gz")
-    return next((form for ending, form in FORMS.items() if name.endswith(ending)), None)
+    return next((file_format for ending, file_format in FORMS.items() if name.endswith(ending)), None)
 
 
 def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonReader:
@@ -453,12 +463,12 @@ def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonR
         InputError: As the readers.
     """
     path = Path(path)
-    form = form_of(path)
-    if form is None:
+    file_format = detect_form(path)
+    if file_format is None:
         with open_file(path) as handle:
             head = next(iter(GzipStream(handle)), b"")[:64]
-        form = "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
-    if form == "et":
+        file_format = "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
+    if file_format == "et":
         return EtReader(path, strict=strict)
     return JsonReader(path, strict=strict)
 
@@ -468,7 +478,7 @@ def write_messages(
     metadata: GlobalMetadata,
     nodes: Iterable[Node],
     *,
-    form: Form | None = None,
+    file_format: Form | None = None,
     force: bool = False,
 ) -> int:
     """Write messages in the form that the name tells, whole or not at all; returns the size of the file in bytes.
@@ -477,14 +487,14 @@ def write_messages(
         path: The file; gzip where the name ends in `.gz`.
         metadata: The first message.
         nodes: The others, in order.
-        form: The form, where the name does not say; `.et` otherwise.
+        file_format: The form, where the name does not say; `.et` otherwise.
         force: Overwrite an existing file.
 
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
     path = Path(path)
-    produce = _WRITERS[form or form_of(path) or "et"]
+    produce = _WRITERS[file_format or detect_form(path) or "et"]
     return write_gzip(path, lambda handle: produce(handle, metadata, nodes), force=force)
 
 
@@ -495,31 +505,31 @@ def is_chakra(path: Path) -> bool:
     return path.name.lower().endswith(_ENDINGS)
 
 
-def rank_files(directory: Path) -> list[tuple[int, Path]]:
+def find_rank_files(directory: Path) -> list[tuple[int, Path]]:
     """The files of the ranks in a directory (`PREFIX.RANK.et`, also as JSON or gzip), by rank.
 
     Raises:
         InputError: `no-traces`: there is none; `chakra-mixed`: a rank has several.
     """
-    by_rank: dict[int, Path] = {}
+    path_by_rank: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
         number = _RANK.search(path.name)
         if number is None or not path.is_file():
             continue
         rank = int(number[1])
-        if rank in by_rank:
+        if rank in path_by_rank:
             raise InputError(
-                f"rank {rank} has several files, {by_rank[rank].name} and {path.name}",
+                f"rank {rank} has several files, {path_by_rank[rank].name} and {path.name}",
                 slug="chakra-mixed",
                 where=str(directory),
                 hint="name the files of one job",
             )
-        by_rank[rank] = path
-    if not by_rank:
+        path_by_rank[rank] = path
+    if not path_by_rank:
         raise InputError(
             "the directory holds no files like PREFIX.RANK.et",
             slug="no-traces",
             where=str(directory),
             hint="name a file",
         )
-    return sorted(by_rank.items())
+    return sorted(path_by_rank.items())

@@ -19,7 +19,13 @@ import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
+from traceloom.formats.chakra.nodes import (
+    SIMULATOR_SCHEMA,
+    Pairs,
+    SimulatorNodes,
+    build_metadata,
+    write_simulator_nodes,
+)
 from traceloom.workload import collective_algorithms
 from traceloom.workload.collective_algorithms import Schedule
 
@@ -59,19 +65,19 @@ class RankProgram:
     def send(self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
         """A message to a rank."""
         label = name or f"send to {to}"
-        ends = {"comm_src": self.rank, "comm_dst": to}
-        return self._add(label, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **ends)
+        endpoints = {"comm_src": self.rank, "comm_dst": to}
+        return self._add(label, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **endpoints)
 
     def receive(self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
         """A message from a rank."""
         label = name or f"receive from {source}"
-        ends = {"comm_src": source, "comm_dst": self.rank}
-        return self._add(label, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **ends)
+        endpoints = {"comm_src": source, "comm_dst": self.rank}
+        return self._add(label, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **endpoints)
 
-    def _add(self, name: str, kind: int, after: Sequence[int], **more: Any) -> int:
+    def _add(self, name: str, kind: int, after: Sequence[int], **attributes: Any) -> int:
         number = len(self._nodes) + 1
         self._nodes.append(
-            {"id": number, "name": name, "type": int(kind), "duration_us": 0, "is_cpu_op": False, **more}
+            {"id": number, "name": name, "type": int(kind), "duration_us": 0, "is_cpu_op": False, **attributes}
         )
         self._awaited.append(sorted(set(after)))
         return number
@@ -98,11 +104,11 @@ class RankProgram:
         """Floating-point operations of the rank."""
         return sum(node.get("num_ops") or 0 for node in self._nodes)
 
-    def plain(self) -> PlainNodes:
+    def plain(self) -> SimulatorNodes:
         """The columns of the rank's file."""
         row = np.repeat(np.arange(len(self._nodes)), [len(awaited) for awaited in self._awaited])
         ids = np.array([number for awaited in self._awaited for number in awaited], dtype=np.int64)
-        return PlainNodes(pl.DataFrame(self._nodes, schema=PLAIN), Pairs(row.astype(np.int64), ids))
+        return SimulatorNodes(pl.DataFrame(self._nodes, schema=SIMULATOR_SCHEMA), Pairs(row.astype(np.int64), ids))
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class CollectiveOptions:
     compute_us: int = 0
 
 
-def collectives(options: CollectiveOptions) -> Generated:
+def generate_collectives(options: CollectiveOptions) -> Generated:
     """One collective.
 
     Known: of algorithms `sent_bytes` per rank and `messages` of all ranks; else `comm_bytes` per rank, its
@@ -187,26 +193,26 @@ def collectives(options: CollectiveOptions) -> Generated:
             hint="give more bytes",
         )
     size = 0 if options.collective == "barrier" else options.size
-    made = None
+    schedule = None
     if not one_node:
-        made = collective_algorithms.schedule(
+        schedule = collective_algorithms.build_schedule(
             options.collective, options.algorithm, options.ranks, options.size, local=_HOST_RANKS
         )
     for program in programs:
         before = [program.compute("compute", us=options.compute_us)] if options.compute_us else []
-        if made is None:
+        if schedule is None:
             program.collective(options.collective.upper(), size, before)
     totals: dict[str, object]
-    if made is None:
+    if schedule is None:
         totals = {"comm_bytes": [size] * options.ranks}
     else:
-        _write(programs, made, options)
+        _write(programs, schedule, options)
         sent = [program.sent() for program in programs]
         totals = {"sent_bytes": [sent_size for _, sent_size in sent], "messages": sum(count for count, _ in sent)}
     return Generated("collective", asdict(options), programs, {}, totals)
 
 
-def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveOptions) -> None:
+def _write(programs: Sequence[RankProgram], schedule: Schedule, options: CollectiveOptions) -> None:
     """The messages of a schedule; they begin after each rank's computation, and end in one node.
 
     A message waits for what holds the newest data of its sender, and for the sender's message before it, so that they
@@ -215,21 +221,21 @@ def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveO
     newest = [[len(program)] if len(program) else [] for program in programs]
     before = [list(nodes) for nodes in newest]  # what the next send waits for, too
     unawaited: list[list[int]] = [[] for _ in programs]  # sends for which nothing waits yet
-    for tag, part in enumerate(made.rounds):
+    for tag, part in enumerate(schedule.rounds):
         messages = list(zip(*(c.tolist() for c in (part.source, part.target, part.bytes, part.reduced)), strict=True))
         sent: dict[int, list[int]] = defaultdict(list)
-        taken: dict[int, list[int]] = defaultdict(list)
+        received: dict[int, list[int]] = defaultdict(list)
         reductions = Counter[int]()
         for source, target, size, _ in messages:
             after = [*newest[source], *before[source]]
             sent[source].append(programs[source].send(target, size, after, tag=tag))
         for source, target, size, reduced in messages:
-            taken[target].append(programs[target].receive(source, size, newest[target], tag=tag))
+            received[target].append(programs[target].receive(source, size, newest[target], tag=tag))
             reductions[target] += reduced > 0
         for rank, nodes in sent.items():
             unawaited[rank] = [*(node for node in unawaited[rank] if node not in before[rank]), *nodes]
             before[rank] = nodes if len(nodes) == 1 else []
-        for rank, nodes in taken.items():
+        for rank, nodes in received.items():
             newest[rank] = nodes
             if reductions[rank] and options.compute_us:
                 us = options.compute_us * reductions[rank]
@@ -260,7 +266,7 @@ class PipelineOptions:
     size: int = 1 << 20
 
 
-def schedule_of(schedule: str, stage: int, stages: int, micro_batches: int) -> Iterator[Step]:
+def build_stage_schedule(schedule: str, stage: int, stages: int, micro_batches: int) -> Iterator[Step]:
     """What a stage does, one thing after the other."""
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
     for number in range(ahead):
@@ -272,7 +278,7 @@ def schedule_of(schedule: str, stage: int, stages: int, micro_batches: int) -> I
         yield "backward", number
 
 
-def pipeline(options: PipelineOptions) -> Generated:
+def generate_pipeline(options: PipelineOptions) -> Generated:
     """A training step of a pipeline; of a micro-batch a stage takes 100 µs forward and 200 µs backward.
 
     Known, for messages that take no time: `step_us` = (micro-batches + stages - 1) x (forward + backward), of which
@@ -283,10 +289,12 @@ def pipeline(options: PipelineOptions) -> Generated:
     activations = []
     for program in programs:
         previous, following = program.rank - 1, program.rank + 1
-        held = most = 0
+        active = max_active = 0
         last: list[int] = []
         got: dict[str, list[int]] = {"forward": [], "backward": []}
-        for direction, number in schedule_of(options.schedule, program.rank, options.ranks, options.micro_batches):
+        for direction, number in build_stage_schedule(
+            options.schedule, program.rank, options.ranks, options.micro_batches
+        ):
             forward = direction == "forward"
             source, to = (previous, following) if forward else (following, previous)
             us = _FORWARD_US if forward else _BACKWARD_US
@@ -298,9 +306,9 @@ def pipeline(options: PipelineOptions) -> Generated:
             last = [program.compute(f"{direction} {number}", after, us=us)]
             if 0 <= to < options.ranks:
                 program.send(to, options.size, last, tag=tag)
-            held += 1 if forward else -1
-            most = max(most, held)
-        activations.append(most)
+            active += 1 if forward else -1
+            max_active = max(max_active, active)
+        activations.append(max_active)
     both = _FORWARD_US + _BACKWARD_US
     totals = {
         "step_us": (options.micro_batches + options.ranks - 1) * both,
@@ -358,7 +366,7 @@ class _Position:
         return (self.stage * options.data_parallel + self.data) * options.tensor_parallel + self.tensor
 
 
-def transformer(options: TransformerOptions) -> Generated:
+def generate_transformer(options: TransformerOptions) -> Generated:
     """One training step.
 
     Known: `operations` and `compute_us` of every rank, `collective_bytes` (sum of comm_size by kind), `sent_bytes`.
@@ -380,12 +388,12 @@ def transformer(options: TransformerOptions) -> Generated:
         for tensor in range(options.tensor_parallel)
     ]
     # Groups of one need no communication; a group of all ranks has no name.
-    by_key: dict[tuple[str, int, int], list[int]] = {}
+    members_by_key: dict[tuple[str, int, int], list[int]] = {}
     for position in positions:
-        by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
-        by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
+        members_by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
+        members_by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
     names: dict[tuple[int, ...], str | None] = {}
-    for members in by_key.values():
+    for members in members_by_key.values():
         if len(members) > 1 and tuple(members) not in names:
             number = 1 + len([name for name in names.values() if name])
             names[tuple(members)] = None if len(members) == len(positions) else str(number)
@@ -402,7 +410,7 @@ def transformer(options: TransformerOptions) -> Generated:
     return Generated("transformer", asdict(options), programs, groups, totals)
 
 
-def memory_bytes(options: TransformerOptions) -> int:
+def estimate_memory(options: TransformerOptions) -> int:
     """What the rank that needs most memory holds at most, without what libraries and fragments take.
 
     Weights and gradients of an element each; 12 bytes per parameter of the optimizer (a copy of the weight and two
@@ -414,11 +422,11 @@ def memory_bytes(options: TransformerOptions) -> int:
     """
     layers = options.layers // options.pipeline_parallel
     weights = sum(_WEIGHTS.values()) * options.hidden**2 * layers // options.tensor_parallel
-    of_layer = _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
+    layer_bytes = _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
     ahead = options.micro_batches
     if options.schedule == "1f1b":
         ahead = min(options.pipeline_parallel, ahead)
-    return weights * (2 * _ELEMENT_BYTES + _OPTIMIZER_BYTES) + ahead * layers * of_layer
+    return weights * (2 * _ELEMENT_BYTES + _OPTIMIZER_BYTES) + ahead * layers * layer_bytes
 
 
 class _RankProgram:
@@ -444,16 +452,18 @@ class _RankProgram:
         """The whole step."""
         options, got = self.options, dict[str, list[int]]()
         steps = list(
-            schedule_of(options.schedule, self.position.stage, options.pipeline_parallel, options.micro_batches)
+            build_stage_schedule(
+                options.schedule, self.position.stage, options.pipeline_parallel, options.micro_batches
+            )
         )
-        for turn, (direction, number) in enumerate(steps):
+        for step_index, (direction, number) in enumerate(steps):
             forward = direction == "forward"
             tag = 2 * number + (not forward)
             source, to = self.neighbour(-1 if forward else 1), self.neighbour(1 if forward else -1)
             if source is not None:
                 got[direction] = [self.program.receive(source, self.activation, got.get(direction, []), tag=tag)]
                 self.last = [*self.last, *got[direction]]
-            self.layers(number, forward=forward, final=turn == len(steps) - 1)
+            self.layers(number, forward=forward, final=step_index == len(steps) - 1)
             if to is not None:
                 self.program.send(to, self.activation, self.last, tag=tag)
         weights = sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
@@ -463,8 +473,8 @@ class _RankProgram:
 
     def neighbour(self, step: int) -> int | None:
         stage = self.position.stage + step
-        inside = 0 <= stage < self.options.pipeline_parallel
-        return _Position(self.position.tensor, self.position.data, stage).rank(self.options) if inside else None
+        in_pipeline = 0 <= stage < self.options.pipeline_parallel
+        return _Position(self.position.tensor, self.position.data, stage).rank(self.options) if in_pipeline else None
 
     def layers(self, number: int, *, forward: bool, final: bool) -> None:
         options, program = self.options, self.program
@@ -507,7 +517,7 @@ def write_generated(generated: Generated, directory: str | Path, *, force: bool 
     """
     description = json.dumps(generated.to_dict())
     ranks = [
-        (plain_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": description}), p.plain())
+        (build_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": description}), p.plain())
         for p in generated.programs
     ]
-    return write_plain(Path(directory), ranks, generated.groups, force=force)
+    return write_simulator_nodes(Path(directory), ranks, generated.groups, force=force)

@@ -31,7 +31,7 @@ from traceloom.graph.graph import (
     RECEIVE,
     SEND,
     Graph,
-    topological_order,
+    sort_topologically,
 )
 from traceloom.trace.array_types import Ints
 from traceloom.trace.notice import Notice
@@ -66,8 +66,8 @@ _KINDS = {
 _COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType.items()} | {
     int(CollectiveCommType.REDUCE_SCATTER_BLOCK): "reduce_scatter"
 }
-_MOST = 1 << 20  # bytes of files that are decoded as one
-_LONGEST_US = 2**60 // 1000  # 36 years
+_MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded as one
+_MAX_DURATION_US = 2**60 // 1000  # 36 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,66 +85,66 @@ class RankFile:
     where: str
 
 
-def graphs_of(files: Iterable[RankFile]) -> Iterator[Graph]:
+def build_graphs(files: Iterable[RankFile]) -> Iterator[Graph]:
     """The graphs of files, in their order; neighbours that are small become one graph, which costs a tenth.
 
     Raises:
         InputError: As `graph_of`.
     """
-    few: list[RankFile] = []
+    small_files: list[RankFile] = []
     size = 0
     for file in files:
         blocks = iter(file.blocks)
         first = list(islice(blocks, 2))
-        whole = RankFile(chain(first, blocks), file.rank, file.where)
-        own = sum(len(block.data) for block in first)
-        if len(first) > 1 or own > _MOST:
-            yield from _together(few)
-            yield graph_of(whole)
-            few, size = [], 0
+        complete_file = RankFile(chain(first, blocks), file.rank, file.where)
+        head_bytes = sum(len(block.data) for block in first)
+        if len(first) > 1 or head_bytes > _MAX_BATCH_BYTES:
+            yield from _build_merged_graphs(small_files)
+            yield build_graph(complete_file)
+            small_files, size = [], 0
             continue
-        if size + own > _MOST:
-            yield from _together(few)
-            few, size = [], 0
-        few.append(RankFile(first, file.rank, file.where))
-        size += own
-    yield from _together(few)
+        if size + head_bytes > _MAX_BATCH_BYTES:
+            yield from _build_merged_graphs(small_files)
+            small_files, size = [], 0
+        small_files.append(RankFile(first, file.rank, file.where))
+        size += head_bytes
+    yield from _build_merged_graphs(small_files)
 
 
-def _together(files: list[RankFile]) -> Iterator[Graph]:
+def _build_merged_graphs(files: list[RankFile]) -> Iterator[Graph]:
     """One graph of small files; of each its own where something is wrong with one of them, which says what."""
     if len(files) > 1:
         blocks = [block for file in files for block in file.blocks]
-        at = [0, *accumulate(len(block.data) for block in blocks)]
+        block_offsets = [0, *accumulate(len(block.data) for block in blocks)]
         joined = Block(
             b"".join(block.data for block in blocks),
-            [start + base for block, base in zip(blocks, at, strict=False) for start in block.starts],
-            [stop + base for block, base in zip(blocks, at, strict=False) for stop in block.stops],
+            [start + base for block, base in zip(blocks, block_offsets, strict=False) for start in block.starts],
+            [stop + base for block, base in zip(blocks, block_offsets, strict=False) for stop in block.stops],
             0,
             0,
         )
         counts = [sum(map(len, file.blocks)) for file in files]
         try:
-            graph = _graph_of([joined], counts, [file.rank for file in files], "")
+            graph = _decode_graph([joined], counts, [file.rank for file in files], "")
         except InputError:
             pass
         else:
             if not graph.notices:
                 yield graph
                 return
-    yield from map(graph_of, files)
+    yield from map(build_graph, files)
 
 
-def graph_of(file: RankFile) -> Graph:
+def build_graph(file: RankFile) -> Graph:
     """The graph of one file.
 
     Raises:
         InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
     """
-    return replace(_graph_of(file.blocks, None, [file.rank], file.where), name=file.where)
+    return replace(_decode_graph(file.blocks, None, [file.rank], file.where), name=file.where)
 
 
-def _graph_of(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], where: str) -> Graph:
+def _decode_graph(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], location: str) -> Graph:
     """The graph of files, `counts` nodes each; of all nodes where None."""
     rank = ranks[0]  # of several files nobody is told anything
     frames = [pl.DataFrame(schema=_COLUMNS)]
@@ -152,9 +152,9 @@ def _graph_of(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequ
     pairs: dict[str, list[pl.DataFrame]] = {"call": [], "data": [], "added": []}
     count = 0
     try:
-        for columns in Decoder(ATTRIBUTES, where).columns(blocks):
-            own = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
-            frame = pl.DataFrame({**own, "name": columns.names}).with_columns(
+        for columns in Decoder(ATTRIBUTES, location).columns(blocks):
+            base_columns = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
+            frame = pl.DataFrame({**base_columns, "name": columns.names}).with_columns(
                 *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
             )
             frames.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
@@ -164,45 +164,45 @@ def _graph_of(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequ
                 pairs[kind].append(pl.DataFrame({"target": rows, "id": lists.values}))
             count += len(columns)
     except DamageError as error:
-        raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=where) from error
+        raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=location) from error
     nodes = pl.concat(frames)
-    fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
+    fine = nodes["start_us"].is_between(0, _MAX_DURATION_US) & nodes["duration_us"].is_between(0, _MAX_DURATION_US)
     if not fine.all():
-        raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=where)
+        raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=location)
     latest_us = (nodes["start_us"].max() or 0) + nodes["duration_us"].cast(pl.Float64).sum()  # type: ignore[operator]
-    if latest_us > 4 * _LONGEST_US:
-        raise InputError("the times of the nodes add up to over 146 years", slug="chakra-times", where=where)
+    if latest_us > 4 * _MAX_DURATION_US:
+        raise InputError("the times of the nodes add up to over 146 years", slug="chakra-times", where=location)
     notices: list[Notice] = []
     none = pl.DataFrame(schema={"target": pl.Int64, "id": pl.Int64})
     dependencies = {kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()}
     file = np.repeat(np.arange(len(ranks)), [nodes.height] if counts is None else counts)
-    edges, simulated = _edges(nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, where)
+    edges, simulated = _build_edges(nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, location)
     try:
-        start = _starts(nodes, edges)
+        start = _compute_starts(nodes, edges)
     except InvariantError:
         data = edges.filter(kind="data")
         try:
-            start = _starts(nodes, data)
+            start = _compute_starts(nodes, data)
         except InvariantError as error:
             raise InputError(
                 "nodes wait for each other in a circle",
                 slug="chakra-circle",
-                where=where,
-                hint=f"traceloom validate {where} says which",
+                where=location,
+                hint=f"traceloom validate {location} says which",
             ) from error
         dropped = edges.height - data.height
         message = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
-        notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, where))
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, location))
         edges = data
     # What the file says that only a target needed is an edge of kind `simulation`.
     edges = edges.join(simulated, on=["source", "target"], how="left", maintain_order="left")
     only = pl.col("only") & (pl.col("kind") == "data")
     edges = edges.with_columns(kind=pl.when(only).then(pl.lit("simulation")).otherwise("kind")).drop("only")
-    return replace(_graph(nodes, edges, start, file, ranks), notices=tuple(notices))
+    return replace(_assemble_graph(nodes, edges, start, file, ranks), notices=tuple(notices))
 
 
-def _edges(
-    ids: pl.DataFrame, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, where: str
+def _build_edges(
+    ids: pl.DataFrame, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, location: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Edges between rows of the nodes, and which only a target needed; ids that no node has are counted."""
     rows_by_id = ids.with_columns(source=pl.int_range(pl.len(), dtype=pl.Int64))
@@ -211,7 +211,7 @@ def _edges(
     }
     if twice := ids.height - ids.n_unique():
         message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
-        notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, where))
+        notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, location))
         rows_by_id = rows_by_id.unique(["file", "id"], keep="first", maintain_order=True)
     edges = pl.concat(
         [
@@ -223,17 +223,17 @@ def _edges(
     )
     if dangling := edges["source"].null_count():
         message = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
-        notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, where))
+        notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, location))
     added = dependencies["added"].join(rows_by_id, on=["file", "id"]).select("source", "target", only=True).unique()
     return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True), added
 
 
-def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
+def _compute_starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     from_point = source * 2 + edges["from_end"].to_numpy()
-    order = topological_order(nodes.height, from_point, target * 2)
-    by_source = np.argsort(from_point, kind="stable")
-    followers = target[by_source].tolist()
+    order = sort_topologically(nodes.height, from_point, target * 2)
+    source_order = np.argsort(from_point, kind="stable")
+    followers = target[source_order].tolist()
     counts = np.bincount(from_point, minlength=2 * nodes.height)
     first: Any = np.concatenate([[0], np.cumsum(counts)]).tolist()
     duration: Any = (nodes["duration_us"].to_numpy() * 1000).tolist()
@@ -246,7 +246,7 @@ def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
     return np.array(start, np.int64)
 
 
-def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]) -> Graph:
+def _assemble_graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]) -> Graph:
     """The frames. Before the first row of each file comes its origin, so that all rows of the k-th move by k + 1."""
     rank = pl.Series(np.asarray(ranks)[file])
     on_host = (decoded["is_cpu_op"] == 1).fill_null(value=False)
@@ -263,7 +263,7 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, 
         work_ns=pl.col("duration_us") * 1000,
         bytes=pl.coalesce(pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"),
     ).with_columns(residual_ns=pl.lit(0))
-    lane, lanes = _lanes(nodes["kind"], decoded, rank)
+    lane, lanes = _assign_lanes(nodes["kind"], decoded, rank)
     moved = np.arange(len(start)) + file + 1
     count = np.bincount(file, minlength=len(ranks))
     origin_row = np.cumsum(count) - count + np.arange(len(ranks))
@@ -274,19 +274,19 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, 
     )
     nodes = pl.concat([origins, nodes.with_columns(lane=lane, node=pl.Series(moved))], how="diagonal_relaxed")
     nodes = nodes.sort("node")
-    ends = nodes.group_by("rank").agg((pl.col("start_ns") + pl.col("duration_ns")).max().alias("window_end_ns"))
+    rank_ends = nodes.group_by("rank").agg((pl.col("start_ns") + pl.col("duration_ns")).max().alias("window_end_ns"))
     windows = origins.select("rank", window_start_ns="start_ns", clock_offset_ns="start_ns", clock_drift=pl.lit(0.0))
-    windows = windows.join(ends, on="rank", how="left", maintain_order="left")
+    windows = windows.join(rank_ends, on="rank", how="left", maintain_order="left")
     # What has no edge of its own waits for the origin, for as long as its file says.
-    alone = np.ones(len(start), np.bool_)
-    alone[edges["target"].to_numpy()] = False
+    has_no_edge = np.ones(len(start), np.bool_)
+    has_no_edge[edges["target"].to_numpy()] = False
     edges = edges.with_columns(
         pl.Series("source", moved[edges["source"].to_numpy()]),
         pl.Series("target", moved[edges["target"].to_numpy()]),
         residual_ns=pl.lit(0),
     )
-    first = pl.DataFrame({"source": origin_row[file[alone]], "target": moved[alone]}).with_columns(
-        kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[alone])
+    first = pl.DataFrame({"source": origin_row[file[has_no_edge]], "target": moved[has_no_edge]}).with_columns(
+        kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[has_no_edge])
     )
     edges = pl.concat([edges, first.select(edges.columns)], how="vertical_relaxed").with_columns(
         evidence=pl.lit("assumed"),
@@ -331,7 +331,7 @@ def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, 
     )
 
 
-def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
+def _assign_lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
     """Threads of the host, streams of the device, and one lane each for what the file puts on no stream."""
     host = kind == HOST
     lane_keys = decoded.select(

@@ -110,10 +110,10 @@ EDGES, EDGES_OUT, CARRIED_NODES = "edges", "edges_out", "carried"
 PER_EDGE = 4  # numbers of an edge in `edges`: source, code, delay, residual
 
 # Which attributes mean a row of a side frame; an attribute without a value stands for a row whose first column is null.
-ROW_OF_COMMUNICATION, ROW_OF_TRANSFER, ROW_OF_HOST_OP = "comm_kind", "copy_kind", "host_row"
+COMMUNICATION_MARKER, TRANSFER_MARKER, HOST_OP_MARKER = "comm_kind", "copy_kind", "host_row"
 
 
-def edge_code(edges: pl.DataFrame) -> pl.Series:
+def encode_edges(edges: pl.DataFrame) -> pl.Series:
     """Kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 + from_end * 2 + to_end."""
     return edges.select(
         pl.col("kind").to_physical().cast(pl.Int64) * 16
@@ -123,7 +123,7 @@ def edge_code(edges: pl.DataFrame) -> pl.Series:
     ).to_series()
 
 
-def words() -> dict[str, list[str]]:
+def list_code_names() -> dict[str, list[str]]:
     """What the numbers in an edge's code stand for, as the metadata says it."""
     return {"edge_kinds": list(EDGE_KINDS), "evidence_kinds": list(EVIDENCE)}
 
@@ -132,10 +132,10 @@ _DAMAGE = (
     LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, msgspec.ValidationError,
     pl.exceptions.PolarsError,
 )  # fmt: skip
-_OF_A_RANK = ("lanes", "ranks", "coverage")  # frames whose rows belong to one rank, or (rank null) to all
+_RANK_FRAMES = ("lanes", "ranks", "coverage")  # frames whose rows belong to one rank, or (rank null) to all
 
 
-def metadata_of(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges: pl.DataFrame) -> GlobalMetadata:
+def build_metadata(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges: pl.DataFrame) -> GlobalMetadata:
     """The metadata of the file of one rank.
 
     Args:
@@ -152,27 +152,27 @@ def metadata_of(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges:
         "host_op_count": graph.host_ops.height,
         **({} if graph.world_size is None else {"world_size": graph.world_size}),
     }
-    of_rank = (pl.col("rank") == rank) | pl.col("rank").is_null()
+    in_rank = (pl.col("rank") == rank) | pl.col("rank").is_null()
     texts = {
         "schema": SCHEMA,
         "traceloom": __version__,
         "name": graph.name,
         "stage": graph.stage,
         "notices": json.dumps([asdict(notice) for notice in graph.notices]),
-        "delays": _rows(graph.delays),
-        **{name: _rows(getattr(graph, name).with_row_index("row").filter(of_rank)) for name in _OF_A_RANK},
-        "loose_nodes": _rows(loose_nodes),
-        "loose_edges": _rows(loose_edges),
+        "delays": _encode_rows(graph.delays),
+        **{name: _encode_rows(getattr(graph, name).with_row_index("row").filter(in_rank)) for name in _RANK_FRAMES},
+        "loose_nodes": _encode_rows(loose_nodes),
+        "loose_edges": _encode_rows(loose_edges),
     }
     message = GlobalMetadata(version=CHAKRA_VERSION)
     message.attr.extend(AttributeProto(name=name, string_val=text) for name, text in texts.items())
     message.attr.extend(AttributeProto(name=name, int64_val=number) for name, number in numbers.items())
-    for name, values in words().items():
+    for name, values in list_code_names().items():
         message.attr.add(name=name).string_list.values.extend(values)
     return message
 
 
-def _rows(frame: pl.DataFrame) -> str:
+def _encode_rows(frame: pl.DataFrame) -> str:
     return json.dumps(frame.to_dicts())
 
 
@@ -188,7 +188,7 @@ class Header:
         InputError: `other-version`, `chakra-damaged`.
     """
 
-    def __init__(self, metadata: GlobalMetadata, where: str) -> None:
+    def __init__(self, metadata: GlobalMetadata, location: str) -> None:
         values: dict[str, Any] = {}
         for attribute in metadata.attr:
             kind = attribute.WhichOneof("value")
@@ -196,7 +196,7 @@ class Header:
             if kind in {"int64_val", "string_val"}:
                 values[attribute.name] = getattr(attribute, kind)
         if values.get("schema_version") != SCHEMA_VERSION:
-            raise other_version("graph", values.get("schema_version"), SCHEMA_VERSION, where)
+            raise other_version("graph", values.get("schema_version"), SCHEMA_VERSION, location)
         try:
             self.rank = int(values["rank"])
             self.name = msgspec.convert(values["name"], str)
@@ -208,16 +208,16 @@ class Header:
             self.edge_kinds = msgspec.convert(values["edge_kinds"], list[str])
             self.evidence_kinds = msgspec.convert(values["evidence_kinds"], list[str])
             self.notices = msgspec.convert(clean_json(json.loads(values["notices"]))[0], tuple[Notice, ...])
-            self.frames = {name: _frame(values[name], name, "row") for name in _OF_A_RANK}
-            self.frames["delays"] = _frame(values["delays"], "delays")
-            self.loose_nodes = _frame(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)
-            self.loose_edges = _frame(values["loose_edges"], "edges")
+            self.frames = {name: _decode_rows(values[name], name, "row") for name in _RANK_FRAMES}
+            self.frames["delays"] = _decode_rows(values["delays"], "delays")
+            self.loose_nodes = _decode_rows(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)
+            self.loose_edges = _decode_rows(values["loose_edges"], "edges")
         except _DAMAGE as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             message = f"its metadata is not that of a graph: {reason}"
-            raise InputError(message, slug="chakra-damaged", where=where) from error
+            raise InputError(message, slug="chakra-damaged", where=location) from error
 
 
-def _frame(text: str, name: str, *more: str) -> pl.DataFrame:
-    schema = pl.Schema({**dict.fromkeys(more, pl.UInt32()), **GRAPH_SCHEMAS[name]})
+def _decode_rows(text: str, name: str, *extra_columns: str) -> pl.DataFrame:
+    schema = pl.Schema({**dict.fromkeys(extra_columns, pl.UInt32()), **GRAPH_SCHEMAS[name]})
     return pl.DataFrame(json.loads(text), schema=schema, orient="row")

@@ -20,25 +20,25 @@ from traceloom.errors import InputError, InvariantError, UsageError
 from traceloom.formats.chakra.decode import Decoder, NodeColumns
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node
 from traceloom.formats.chakra.files import (
-    FILES_OF_RANKS,
     GROUP_FILES,
+    RANK_FILES_PATTERN,
     Block,
-    Cut,
     EtReader,
     EtWriter,
-    blocks,
+    IncompleteTail,
+    read_blocks,
     write_with,
 )
 from traceloom.graph.graph import GRAPH_SCHEMAS, STAGES, Graph, Stage
 from traceloom.system import files
 from traceloom.system.text import encode_utf8
 from traceloom.trace.array_types import Ints
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
 from traceloom.workload.chakra import graph_foreign
 from traceloom.workload.chakra import graph_layout as layout
 from traceloom.workload.chakra.graph_layout import Header, is_ours
-from traceloom.workload.chakra.graph_write import WINDOW, Outgoing
+from traceloom.workload.chakra.graph_write import WINDOW, GraphWriter
 
 ATTRIBUTES = (
     *layout.NODE_NUMBERS,
@@ -53,8 +53,8 @@ ATTRIBUTES = (
     layout.EDGES_OUT,
     layout.CARRIED_NODES,
 )
-_WIDE_EDGES = schema("source target code delay_ns residual_ns", {"source": pl.Int64, "target": pl.Int64})
-_HOST_OPS = schema("row", GRAPH_SCHEMAS["host_ops"])
+_WIDE_EDGES = build_schema("source target code delay_ns residual_ns", {"source": pl.Int64, "target": pl.Int64})
+_HOST_OPS = build_schema("row", GRAPH_SCHEMAS["host_ops"])
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GraphPart:
     host_ops: pl.DataFrame
 
 
-def part(header: Header, blocks: Iterable[Block], where: str) -> GraphPart:
+def read_part(header: Header, blocks: Iterable[Block], location: str) -> GraphPart:
     """Decode one file.
 
     Raises:
@@ -78,25 +78,25 @@ def part(header: Header, blocks: Iterable[Block], where: str) -> GraphPart:
     """
     collected: dict[str, list[pl.DataFrame]] = {name: [] for name in GraphPart.__annotations__ if name != "header"}
     try:
-        for columns in Decoder(ATTRIBUTES, where).columns(blocks):
-            for name, frame in _frames(columns, header).items():
+        for columns in Decoder(ATTRIBUTES, location).columns(blocks):
+            for name, frame in _decode_frames(columns, header).items():
                 collected[name].append(frame)
-        more = {"carried": GRAPH_SCHEMAS["nodes"], "edges": _WIDE_EDGES, "host_ops": _HOST_OPS}
-        empty = GRAPH_SCHEMAS | more
+        part_schemas = {"carried": GRAPH_SCHEMAS["nodes"], "edges": _WIDE_EDGES, "host_ops": _HOST_OPS}
+        empty = GRAPH_SCHEMAS | part_schemas
         return GraphPart(
             header,
             **{name: pl.concat([pl.DataFrame(schema=empty[name]), *frames]) for name, frames in collected.items()},
         )
     except (pl.exceptions.PolarsError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-        raise InputError(message, slug="chakra-damaged", where=where) from error
+        raise InputError(message, slug="chakra-damaged", where=location) from error
 
 
-def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
+def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
     """What a block holds, by the fields of `GraphPart`."""
     nodes = (
         pl.DataFrame({"node": columns.id, "name": columns.names})
-        .with_columns(_attributes(columns, layout.NODE_NUMBERS, layout.NODE_TEXTS), rank=pl.lit(header.rank))
+        .with_columns(_collect_attributes(columns, layout.NODE_NUMBERS, layout.NODE_TEXTS), rank=pl.lit(header.rank))
         .with_columns(pl.col("work_ns").fill_null(pl.col("duration_ns")), pl.col("residual_ns").fill_null(0))
         .select(GRAPH_SCHEMAS["nodes"].names())
         .cast(GRAPH_SCHEMAS["nodes"])
@@ -125,23 +125,23 @@ def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
     }
     for name, row_of, numbers_of, texts_of, lists_of in (
         (
-            "communication", layout.ROW_OF_COMMUNICATION, layout.COMMUNICATION_NUMBERS, layout.COMMUNICATION_TEXTS,
+            "communication", layout.COMMUNICATION_MARKER, layout.COMMUNICATION_NUMBERS, layout.COMMUNICATION_TEXTS,
             layout.COMMUNICATION_LISTS,
         ),
-        ("transfers", layout.ROW_OF_TRANSFER, {}, layout.TRANSFER_TEXTS, {}),
+        ("transfers", layout.TRANSFER_MARKER, {}, layout.TRANSFER_TEXTS, {}),
     ):  # fmt: skip
         schema, present = GRAPH_SCHEMAS[name], columns.has(row_of)
         frames[name] = pl.DataFrame(schema=schema)
         if present.any():
-            frame = pl.DataFrame({"node": columns.id}).with_columns(_attributes(columns, numbers_of, texts_of))
+            frame = pl.DataFrame({"node": columns.id}).with_columns(_collect_attributes(columns, numbers_of, texts_of))
             for key, column in lists_of.items():
                 lists = columns.lists(key, "int64_list")
-                ends = np.cumsum(lists.count)
-                of_nodes: list[list[int] | None] = [None] * len(columns)
-                whole = lists.values.tolist()
-                for row, end, count in zip(lists.row.tolist(), ends.tolist(), lists.count.tolist(), strict=True):
-                    of_nodes[row] = whole[end - count : end]
-                frame = frame.with_columns(pl.Series(column, of_nodes, dtype=pl.List(pl.Int64)))
+                list_ends = np.cumsum(lists.count)
+                values_by_row: list[list[int] | None] = [None] * len(columns)
+                all_values = lists.values.tolist()
+                for row, end, count in zip(lists.row.tolist(), list_ends.tolist(), lists.count.tolist(), strict=True):
+                    values_by_row[row] = all_values[end - count : end]
+                frame = frame.with_columns(pl.Series(column, values_by_row, dtype=pl.List(pl.Int64)))
             frames[name] = frame.filter(pl.Series(present)).select(schema.names()).cast(schema)
     texts: dict[str, list[str | None]] = {}
     for names, tensors in ((layout.HOST_INPUTS, columns.inputs), (layout.HOST_OUTPUTS, columns.outputs)):
@@ -150,21 +150,21 @@ def _frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
             for row, text in zip(tensors[number][0].tolist(), tensors[number][1], strict=True):
                 texts[name][row] = text
     host_ops = pl.DataFrame(texts, schema=dict.fromkeys(texts, pl.String)).with_columns(
-        _attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS), rank=pl.lit(header.rank, pl.Int32)
+        _collect_attributes(columns, layout.HOST_NUMBERS, layout.HOST_TEXTS), rank=pl.lit(header.rank, pl.Int32)
     )
     host_ops = host_ops.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name"))
-    host_ops = host_ops.filter(pl.Series(columns.has(layout.ROW_OF_HOST_OP)))
+    host_ops = host_ops.filter(pl.Series(columns.has(layout.HOST_OP_MARKER)))
     return frames | {"host_ops": host_ops.select(_HOST_OPS.names()).cast(_HOST_OPS)}
 
 
-def _attributes(columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]) -> list[pl.Series]:
+def _collect_attributes(columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]) -> list[pl.Series]:
     """Columns of whole numbers and of texts, each from the attribute that holds it."""
     return [columns.numbers(name).alias(column) for name, column in numbers.items()] + [
         columns.strings(name).alias(column) for name, column in texts.items()
     ]
 
 
-def together(parts: Sequence[GraphPart], where: str) -> Graph:
+def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
     """The graph of all files. Where ranks are missing, rows are numbered anew and what points to them is left out.
 
     Raises:
@@ -174,15 +174,15 @@ def together(parts: Sequence[GraphPart], where: str) -> Graph:
     first = heads[0]
     for head in heads[1:]:
         if (head.epoch_ns, head.node_count, head.name) != (first.epoch_ns, first.node_count, first.name):
-            raise _mixed(f"ranks {first.rank} and {head.rank} are of different graphs", where)
+            raise _make_mixed_error(f"ranks {first.rank} and {head.rank} are of different graphs", location)
     if len({head.rank for head in heads}) < len(heads):
-        raise _mixed("a rank is there twice", where)
+        raise _make_mixed_error("a rank is there twice", location)
     carried = pl.concat([part.carried for part in parts] + [head.loose_nodes for head in heads])
     nodes = pl.concat([*(part.nodes for part in parts), carried.unique("node", keep="first")]).sort("node")
     if nodes["node"].is_duplicated().any():
-        raise _mixed("a node is there twice", where)
+        raise _make_mixed_error("a node is there twice", location)
     lanes = pl.concat([head.frames["lanes"] for head in heads]).sort("lane")
-    nodes = nodes.with_columns(lane=_renumbered(nodes["lane"], lanes["lane"]))
+    nodes = nodes.with_columns(lane=_map_to_rows(nodes["lane"], lanes["lane"]))
     ids = nodes["node"]
     schema = GRAPH_SCHEMAS["edges"]
     worded = []
@@ -198,23 +198,23 @@ def together(parts: Sequence[GraphPart], where: str) -> Graph:
         worded.append(frame.select(schema.names()).cast({n: kind for n, kind in schema.items() if n not in numbers}))
     loose = [head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads]
     edges = pl.concat([*worded, *loose])
-    edges = edges.with_columns(source=_renumbered(edges["source"], ids), target=_renumbered(edges["target"], ids))
+    edges = edges.with_columns(source=_map_to_rows(edges["source"], ids), target=_map_to_rows(edges["target"], ids))
     complete = edges.drop_nulls(["source", "target"])
     notices = first.notices
     if lost := edges.height - complete.height:
         message = f"{lost:,} edges lead to or from ranks that are not among the files, and are left out"
         notices = (*notices, Notice("chakra-missing-ranks", "warning", message, lost))
-    beside = {name: pl.concat([getattr(part, name) for part in parts]) for name in ("communication", "transfers")}
-    of_ranks = {name: pl.concat([head.frames[name] for head in heads]) for name in ("ranks", "coverage")}
+    node_frames = {name: pl.concat([getattr(part, name) for part in parts]) for name in ("communication", "transfers")}
+    rank_frames = {name: pl.concat([head.frames[name] for head in heads]) for name in ("ranks", "coverage")}
     return Graph(
         nodes=nodes.with_columns(node=pl.int_range(pl.len())).cast(GRAPH_SCHEMAS["nodes"]),
         edges=complete.select(schema.names()).cast(schema).sort("target", maintain_order=True),
         lanes=lanes.drop("row").with_columns(lane=pl.int_range(pl.len())).cast(GRAPH_SCHEMAS["lanes"]),
         **{
-            name: frame.with_columns(node=_renumbered(frame["node"], ids).cast(pl.UInt32)).sort("node")
-            for name, frame in beside.items()
+            name: frame.with_columns(node=_map_to_rows(frame["node"], ids).cast(pl.UInt32)).sort("node")
+            for name, frame in node_frames.items()
         },
-        **{name: frame.unique("row", keep="first").sort("row").drop("row") for name, frame in of_ranks.items()},
+        **{name: frame.unique("row", keep="first").sort("row").drop("row") for name, frame in rank_frames.items()},
         host_ops=pl.concat([part.host_ops for part in parts]).sort("row").drop("row"),
         delays=first.frames["delays"],
         name=first.name,
@@ -225,22 +225,27 @@ def together(parts: Sequence[GraphPart], where: str) -> Graph:
     )
 
 
-def _renumbered(values: pl.Series, ids: pl.Series) -> pl.Series:
+def _map_to_rows(values: pl.Series, ids: pl.Series) -> pl.Series:
     """The row of each value in `ids` (ascending); null where it is not among them."""
     if ids.null_count():
         raise ValueError(f"a row has no {ids.name}")
     id_array = ids.to_numpy().astype(np.int64)
     queries = values.cast(pl.Int64).fill_null(-1).to_numpy()
-    at: Ints = np.searchsorted(id_array, queries)
+    positions: Ints = np.searchsorted(id_array, queries)
     matches = (
-        (at < len(id_array)) & (id_array[np.minimum(at, len(id_array) - 1)] == queries) if len(id_array) else at < 0
+        (positions < len(id_array)) & (id_array[np.minimum(positions, len(id_array) - 1)] == queries)
+        if len(id_array)
+        else positions < 0
     )
-    return pl.Series(values.name, at).set(pl.Series(~matches), None)
+    return pl.Series(values.name, positions).set(pl.Series(~matches), None)
 
 
-def _mixed(why: str, where: str) -> InputError:
+def _make_mixed_error(reason: str, location: str) -> InputError:
     return InputError(
-        f"these files are not one graph: {why}", slug="chakra-mixed", where=where, hint="give the files of one graph"
+        f"these files are not one graph: {reason}",
+        slug="chakra-mixed",
+        where=location,
+        hint="give the files of one graph",
     )
 
 
@@ -254,7 +259,7 @@ _SHIFTED = {
 }
 
 
-def to_messages(graph: Graph | Outgoing, rank: int) -> tuple[GlobalMetadata, Iterator[Node]]:
+def convert_to_messages(graph: Graph | GraphWriter, rank: int) -> tuple[GlobalMetadata, Iterator[Node]]:
     """The messages of the file of one rank; the nodes ascend by id, which is their row in the graph.
 
     Ids above the number of the graph's nodes are METADATA nodes: host ops that no node stands for.
@@ -264,14 +269,21 @@ def to_messages(graph: Graph | Outgoing, rank: int) -> tuple[GlobalMetadata, Ite
             worked out once.
         rank: Which rank.
     """
-    outgoing = graph if isinstance(graph, Outgoing) else Outgoing(graph)
+    outgoing = graph if isinstance(graph, GraphWriter) else GraphWriter(graph)
     windows = (data for _, data in outgoing.windows(rank))
-    nodes = (Node.FromString(message) for block in blocks(windows, Cut()) for message in block.messages())
+    nodes = (
+        Node.FromString(message) for block in read_blocks(windows, IncompleteTail()) for message in block.messages()
+    )
     return outgoing.metadata(rank), nodes
 
 
 def write_rank(
-    graph: Graph | Outgoing, path: str | Path, *, rank: int | None = None, force: bool = False, step: Step | None = None
+    graph: Graph | GraphWriter,
+    path: str | Path,
+    *,
+    rank: int | None = None,
+    force: bool = False,
+    step: Step | None = None,
 ) -> int:
     """Write one rank as `.et`, or `.et.gz` where the name ends so; returns the size of the file in bytes.
 
@@ -286,7 +298,7 @@ def write_rank(
         UsageError: `several-ranks`: a file holds one rank, the graph has more.
         OutputError: `file-exists`, `cannot-write`.
     """
-    outgoing = graph if isinstance(graph, Outgoing) else Outgoing(graph)
+    outgoing = graph if isinstance(graph, GraphWriter) else GraphWriter(graph)
     if rank is None:
         if len(outgoing.ranks) != 1:
             raise UsageError(
@@ -322,47 +334,49 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> 
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
-    outgoing = Outgoing(graph)
+    outgoing = GraphWriter(graph)
 
-    def produce(folder: Path) -> None:
+    def produce(target_directory: Path) -> None:
         for rank in outgoing.ranks:
-            write_rank(outgoing, folder / f"workload.{rank}.et", rank=rank)
-        (folder / GROUP_FILES[0]).write_bytes(group_file(graph))
+            write_rank(outgoing, target_directory / f"workload.{rank}.et", rank=rank)
+        (target_directory / GROUP_FILES[0]).write_bytes(encode_groups(graph))
 
-    return files.write_directory(Path(directory), produce, FILES_OF_RANKS, force=force)
+    return files.write_directory(Path(directory), produce, RANK_FILES_PATTERN, force=force)
 
 
-def groups(graph: Graph) -> dict[str, list[int]]:
+def list_groups(graph: Graph) -> dict[str, list[int]]:
     """The members of every group whose members are known, by the group's name."""
-    with_members = graph.communication.filter(pl.col("group").is_not_null() & pl.col("ranks").is_not_null())
-    first = with_members.unique("group", keep="first", maintain_order=True).sort("group")
+    known_groups = graph.communication.filter(pl.col("group").is_not_null() & pl.col("ranks").is_not_null())
+    first = known_groups.unique("group", keep="first", maintain_order=True).sort("group")
     return dict(zip(first["group"].to_list(), first["ranks"].to_list(), strict=True))
 
 
-def group_file(graph: Graph) -> bytes:
+def encode_groups(graph: Graph) -> bytes:
     """The group file: `groups` as JSON."""
-    return encode_utf8(json.dumps(groups(graph), indent=1, ensure_ascii=False))
+    return encode_utf8(json.dumps(list_groups(graph), indent=1, ensure_ascii=False))
 
 
-def from_messages(
-    files_of_ranks: Sequence[tuple[GlobalMetadata, Iterable[Node]]], ranks: Sequence[int] | None = None, where: str = ""
+def convert_from_messages(
+    files_of_ranks: Sequence[tuple[GlobalMetadata, Iterable[Node]]],
+    ranks: Sequence[int] | None = None,
+    location: str = "",
 ) -> Graph:
     """The graph of the messages of one file per rank.
 
     Args:
         files_of_ranks: Metadata and nodes of each file.
         ranks: The rank of each, where the files are of other writers, which do not say it; None for 0, 1, 2, ...
-        where: What the messages are called in errors.
+        location: What the messages are called in errors.
 
     Raises:
         InputError: As for `read_graph`.
     """
     numbers = range(len(files_of_ranks)) if ranks is None else ranks
     sources = [
-        _Source(metadata, blocks_of(nodes), rank, where)
+        _Source(metadata, build_blocks(nodes), rank, location)
         for (metadata, nodes), rank in zip(files_of_ranks, numbers, strict=True)
     ]
-    return _graph(sources, where)
+    return _build_graph(sources, location)
 
 
 def read_graph(paths: Sequence[str | Path], *, ranks: Sequence[int] | None = None, strict: bool = False) -> Graph:
@@ -387,7 +401,7 @@ def read_graph(paths: Sequence[str | Path], *, ranks: Sequence[int] | None = Non
         for path, rank in zip(paths, numbers, strict=True):
             readers.append(EtReader(path, strict=strict))
             sources.append(_Source(readers[-1].metadata, readers[-1].blocks(), rank, str(path)))
-        graph = _graph(sources, str(paths[0]) if len(paths) == 1 else str(Path(paths[0]).parent))
+        graph = _build_graph(sources, str(paths[0]) if len(paths) == 1 else str(Path(paths[0]).parent))
     finally:
         for reader in readers:
             reader.__exit__(None, None, None)
@@ -405,32 +419,32 @@ class _Source:
     where: str
 
 
-def _graph(sources: Sequence[_Source], where: str) -> Graph:
+def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
     from_graph = [is_ours(source.metadata) for source in sources]
     if all(from_graph) and from_graph:
-        parts = [part(Header(s.metadata, s.where), s.blocks, s.where) for s in sources]
+        parts = [read_part(Header(s.metadata, s.where), s.blocks, s.where) for s in sources]
         try:
-            graph = together(parts, where)
+            graph = merge_parts(parts, location)
             graph.check_columns()
         except (pl.exceptions.PolarsError, InvariantError, ValueError, LookupError, TypeError, OverflowError) as error:
             message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-            raise InputError(message, slug="chakra-damaged", where=where) from error
+            raise InputError(message, slug="chakra-damaged", where=location) from error
         return graph
     if any(from_graph):
         raise InputError(
             "some of the files were written from a graph, others not",
             slug="chakra-mixed",
-            where=where,
+            where=location,
             hint="give the files of one job",
         )
-    foreign = list(graph_foreign.graphs_of(graph_foreign.RankFile(s.blocks, s.rank, s.where) for s in sources))
+    foreign = list(graph_foreign.build_graphs(graph_foreign.RankFile(s.blocks, s.rank, s.where) for s in sources))
     # Most writers state no stage, and convert what was recorded.
     stated = {attr.string_val for source in sources for attr in source.metadata.attr if attr.name == "stage"}
     stage: Stage = next((name for name in STAGES if stated == {name}), "profiled")
-    return replace(concatenated(foreign, where), stage=stage)
+    return replace(concatenate_graphs(foreign, location), stage=stage)
 
 
-def blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:
+def build_blocks(nodes: Iterable[Node]) -> Iterator[Block]:
     """Blocks of messages that are objects."""
     first = 0
     everything = iter(nodes)
@@ -440,7 +454,7 @@ def blocks_of(nodes: Iterable[Node]) -> Iterator[Block]:
         first += len(window)
 
 
-def concatenated(graphs: Sequence[Graph], name: str) -> Graph:
+def concatenate_graphs(graphs: Sequence[Graph], name: str) -> Graph:
     """One graph with the rows of all; what belongs to the whole (epoch, stage, delays) is taken from the first.
 
     Args:
@@ -454,8 +468,10 @@ def concatenated(graphs: Sequence[Graph], name: str) -> Graph:
     for graph in graphs:
         for frame, rows_of_it in graph.frames().items():
             shifts = _SHIFTED.get(frame, {})
-            frames[frame].append(rows_of_it.with_columns(pl.col(column) + rows[of] for column, of in shifts.items()))
-        rows = {of: count + getattr(graph, of).height for of, count in rows.items()}
-    whole: dict[str, Any] = {frame: pl.concat(parts) for frame, parts in frames.items() if frame != "delays"}
+            frames[frame].append(
+                rows_of_it.with_columns(pl.col(column) + rows[frame_name] for column, frame_name in shifts.items())
+            )
+        rows = {frame_name: count + getattr(graph, frame_name).height for frame_name, count in rows.items()}
+    merged: dict[str, Any] = {frame: pl.concat(parts) for frame, parts in frames.items() if frame != "delays"}
     notices = tuple(notice for graph in graphs for notice in graph.notices)
-    return replace(graphs[0], name=name, notices=notices, **whole)
+    return replace(graphs[0], name=name, notices=notices, **merged)

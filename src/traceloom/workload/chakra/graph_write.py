@@ -14,7 +14,7 @@ from traceloom.formats.chakra.et_pb2 import GlobalMetadata, NodeType
 from traceloom.graph.graph import COMMUNICATION, COPY, NODE_KINDS, Graph
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.workload.chakra import graph_layout as layout
-from traceloom.workload.chakra.graph_layout import metadata_of
+from traceloom.workload.chakra.graph_layout import build_metadata
 
 WINDOW = 1 << 14  # nodes encoded together
 
@@ -33,13 +33,13 @@ class _NumberLists:
         """How many numbers each of the nodes (ascending) has, and all of them."""
         first = np.searchsorted(self.key, nodes, "left")
         last = np.searchsorted(self.key, nodes, "right")
-        begin, end = (int(first[0]), int(last[-1])) if len(nodes) else (0, 0)
-        inside: Any = np.isin(self.key[begin:end], nodes) if end - begin > (last - first).sum() else slice(None)
-        values = self.values[begin * self.width : end * self.width].reshape(-1, self.width)[inside]
+        start, end = (int(first[0]), int(last[-1])) if len(nodes) else (0, 0)
+        in_nodes: Any = np.isin(self.key[start:end], nodes) if end - start > (last - first).sum() else slice(None)
+        values = self.values[start * self.width : end * self.width].reshape(-1, self.width)[in_nodes]
         return (last - first) * self.width, values.ravel()
 
 
-class Outgoing:
+class GraphWriter:
     """A Graph that is being written; what concerns all ranks is worked out once.
 
     Args:
@@ -49,39 +49,39 @@ class Outgoing:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._written: Bools = graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
-        self._control, self._data = dependencies(graph, self._written)
+        self._control, self._data = find_dependencies(graph, self._written)
         # Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then what nobody carries.
         flags = graph.nodes.select("node", "rank", written=pl.Series(self._written))
-        ends = graph.edges.select("source", "target")
-        neighbours = pl.concat([ends, ends.select(source="target", target="source")])
-        kept = (
+        edge_ends = graph.edges.select("source", "target")
+        neighbours = pl.concat([edge_ends, edge_ends.select(source="target", target="source")])
+        carried_pairs = (
             neighbours.join(flags.filter(~pl.col("written")).select(source="node"), on="source")
             .join(flags.filter("written").select(target="node", rank="rank"), on="target")
             .group_by("source", "rank")
             .agg(pl.col("target").min())
         )
-        text = graph.nodes.join(kept.select(node="source").unique(), on="node").select(
+        text = graph.nodes.join(carried_pairs.select(node="source").unique(), on="node").select(
             "node", row=pl.struct(layout.CARRIED_COLUMNS).struct.json_encode()
         )
         self._carried = (
-            kept.join(text, left_on="source", right_on="node")
+            carried_pairs.join(text, left_on="source", right_on="node")
             .sort("target", "source")
             .group_by(node="target", maintain_order=True)
             .agg(("[" + pl.col("row").str.join(",") + "]").alias("rows"))
         )
         unwritten = graph.nodes.filter(~pl.Series(self._written))
-        self._loose_nodes = unwritten.join(kept, left_on="node", right_on="source", how="anti")
+        self._loose_nodes = unwritten.join(carried_pairs, left_on="node", right_on="source", how="anti")
         unwritten = unwritten.select("node")
         self._loose_edges = graph.edges.join(unwritten, left_on="source", right_on="node", how="semi").join(
             unwritten, left_on="target", right_on="node", how="semi"
         )
         # The edges of written nodes by their target; then those of written nodes to others, by their source.
         source, target = (graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
-        code = layout.edge_code(graph.edges).to_numpy()
+        code = layout.encode_edges(graph.edges).to_numpy()
         delay, residual = graph.edges["delay_ns"].to_numpy(), graph.edges["residual_ns"].to_numpy()
-        into, out = self._written[target], self._written[source] & ~self._written[target]
+        enters_written, out = self._written[target], self._written[source] & ~self._written[target]
         lists = []
-        for rows, key, other in ((into, target, source), (out, source, target)):
+        for rows, key, other in ((enters_written, target, source), (out, source, target)):
             order = np.flatnonzero(rows)[np.argsort(key[rows], kind="stable")]
             values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
             lists.append(_NumberLists(key[order], values.ravel(), layout.PER_EDGE))
@@ -99,7 +99,9 @@ class Outgoing:
         self._of_host = np.append((graph.lanes["kind"] == "host").to_numpy(), True)
         lane_columns = {name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")}
         self._places = [
-            encode.joined(table) for name, column in lane_columns.items() if (table := _numbers(name, column))
+            encode.join_columns(table)
+            for name, column in lane_columns.items()
+            if (table := _encode_numbers(name, column))
         ]
         self._beside = {
             "communication": graph.communication,
@@ -119,7 +121,7 @@ class Outgoing:
     def metadata(self, rank: int) -> GlobalMetadata:
         """The first message of the file of a rank."""
         loose = self._loose_edges.join(self.graph.nodes.select("node", "rank"), left_on="target", right_on="node")
-        return metadata_of(
+        return build_metadata(
             self.graph,
             rank,
             self._loose_nodes.filter(pl.col("rank") == rank),
@@ -129,24 +131,24 @@ class Outgoing:
     def windows(self, rank: int) -> Iterator[tuple[int, bytes]]:
         """The nodes of a rank, ascending by id: how many, and their messages with their lengths."""
         rows = self.graph.nodes.filter(pl.Series(self._written) & (self.graph.nodes["rank"] == rank))
-        for at in range(0, rows.height, WINDOW):
-            window = rows.slice(at, WINDOW)
-            yield window.height, encode.render_page(self._fields(window))
+        for start_row in range(0, rows.height, WINDOW):
+            window = rows.slice(start_row, WINDOW)
+            yield window.height, encode.encode_messages(self._fields(window))
         bare = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
-        for at in range(0, bare.height, WINDOW):
+        for start_row in range(0, bare.height, WINDOW):
             # Host ops that no node stands for: metadata nodes, whose ids come after those of all other nodes.
-            ops = bare.slice(at, WINDOW).with_columns(node_name=pl.col("name"))
+            ops = bare.slice(start_row, WINDOW).with_columns(node_name=pl.col("name"))
             rows_of_ops = [
-                encode.number_field(b"\x08", ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height),
-                encode.delimited(b"\x12", encode.texts(ops["name"])),
-                encode.number_field(b"\x18", np.full(ops.height, int(NodeType.METADATA_NODE))),
-                _tensors(b"\x42", ops, layout.HOST_INPUTS),
-                _tensors(b"\x4a", ops, layout.HOST_OUTPUTS),
-                *_host_attributes(ops),
+                encode.encode_number_field(b"\x08", ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height),
+                encode.encode_delimited(b"\x12", encode.encode_texts(ops["name"])),
+                encode.encode_number_field(b"\x18", np.full(ops.height, int(NodeType.METADATA_NODE))),
+                _encode_tensors(b"\x42", ops, layout.HOST_INPUTS),
+                _encode_tensors(b"\x4a", ops, layout.HOST_OUTPUTS),
+                *_encode_host_attributes(ops),
             ]
-            yield ops.height, encode.render_page(rows_of_ops)
+            yield ops.height, encode.encode_messages(rows_of_ops)
 
-    def _fields(self, nodes: pl.DataFrame) -> list[encode.Rows]:
+    def _fields(self, nodes: pl.DataFrame) -> list[encode.ByteRows]:
         """All fields of some nodes of one rank."""
         ids = nodes["node"].to_numpy().astype(np.int64)
         kind = nodes["kind"].to_physical().to_numpy()
@@ -160,48 +162,48 @@ class Outgoing:
         end = start + nodes["duration_ns"].to_numpy()
         micros = np.maximum(start, 0) // 1000
         fields = [
-            encode.number_field(b"\x08", ids),
-            encode.delimited(b"\x12", encode.texts(nodes["name"])),
-            encode.number_field(b"\x18", types),
-            encode.packed_field(b"\x22", *self._control.of(ids)),
-            encode.packed_field(b"\x2a", *self._data.of(ids)),
-            encode.number_field(b"\x30", micros),
+            encode.encode_number_field(b"\x08", ids),
+            encode.encode_delimited(b"\x12", encode.encode_texts(nodes["name"])),
+            encode.encode_number_field(b"\x18", types),
+            encode.encode_packed_field(b"\x22", *self._control.of(ids)),
+            encode.encode_packed_field(b"\x2a", *self._data.of(ids)),
+            encode.encode_number_field(b"\x30", micros),
             # Whole microseconds of a chain of nodes add up to those of the chain: no rounding gathers.
-            encode.number_field(b"\x38", np.maximum(end, 0) // 1000 - micros),
-            *([] if host is None else [_tensors(b"\x42", host, layout.HOST_INPUTS)]),
-            *([] if host is None else [_tensors(b"\x4a", host, layout.HOST_OUTPUTS)]),
+            encode.encode_number_field(b"\x38", np.maximum(end, 0) // 1000 - micros),
+            *([] if host is None else [_encode_tensors(b"\x42", host, layout.HOST_INPUTS)]),
+            *([] if host is None else [_encode_tensors(b"\x4a", host, layout.HOST_OUTPUTS)]),
             *self._node_attributes(nodes, types),
         ]
         communication = self._joined(nodes.select("node"), ids, "communication")
         if communication is not None or np.isin(kind, _COMMUNICATION).any():
             if communication is None:
-                communication = _with_rows(nodes.select("node"), self.graph.communication.clear())
-            fields += _communication_attributes(communication, nodes)
+                communication = _join_rows(nodes.select("node"), self.graph.communication.clear())
+            fields += _encode_communication(communication, nodes)
         moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
         has_size = moved & nodes["bytes"].is_not_null().to_numpy()
         if has_size.any():
             sizes = nodes["bytes"].fill_null(0).to_numpy()
-            fields += encode.number_attribute("tensor_size", "uint64_val", sizes, has_size)
+            fields += encode.encode_number_attribute("tensor_size", "uint64_val", sizes, has_size)
         if transfer is not None and transfer["node_there"].null_count() < transfer.height:
             for name, column in layout.TRANSFER_TEXTS.items():
-                fields += encode.text_attribute(name, transfer[column])
+                fields += encode.encode_text_attribute(name, transfer[column])
             bare = (transfer["node_there"].is_not_null() & transfer["kind"].is_null()).to_numpy()
-            fields += encode.bare_attribute(layout.ROW_OF_TRANSFER, bare)
-        fields += [] if host is None else _host_attributes(host)
+            fields += encode.encode_bare_attribute(layout.TRANSFER_MARKER, bare)
+        fields += [] if host is None else _encode_host_attributes(host)
         for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
             counts, values = lists.of(ids)
-            fields += encode.number_list_attribute(name, "sint64_list", counts, values, counts > 0)
+            fields += encode.encode_number_list_attribute(name, "sint64_list", counts, values, counts > 0)
         carried = self._joined(pl.DataFrame({"node": ids}, schema={"node": pl.UInt32}), ids, "carried")
-        return fields + ([] if carried is None else encode.text_attribute(layout.CARRIED_NODES, carried["rows"]))
+        return fields + ([] if carried is None else encode.encode_text_attribute(layout.CARRIED_NODES, carried["rows"]))
 
     def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str) -> pl.DataFrame | None:
         """The rows of a side frame for these nodes (ascending), null where a node has none; None if none has any."""
-        beside = self._nodes_beside[name]
-        if np.searchsorted(beside, ids[0]) == np.searchsorted(beside, ids[-1], "right"):
+        node_ids = self._nodes_beside[name]
+        if np.searchsorted(node_ids, ids[0]) == np.searchsorted(node_ids, ids[-1], "right"):
             return None
-        return _with_rows(nodes, self._beside[name])
+        return _join_rows(nodes, self._beside[name])
 
-    def _node_attributes(self, nodes: pl.DataFrame, types: Ints) -> Iterator[encode.Rows]:
+    def _node_attributes(self, nodes: pl.DataFrame, types: Ints) -> Iterator[encode.ByteRows]:
         lane = nodes["lane"].fill_null(self.graph.lanes.height).to_numpy()
         # What other tools call a CPU node: compute of the host. Communication is none, wherever it ran.
         cpu = self._of_host[lane] & ~np.isin(types, layout.COMMUNICATION_TYPES)
@@ -211,13 +213,13 @@ class Outgoing:
             codes = nodes[column].to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
             key = key * (int(codes.max(initial=0)) + 1) + codes
         _, example, number = np.unique(key, return_index=True, return_inverse=True)
-        few = nodes.select(list(layout.NODE_TEXTS.values()))[example].cast(pl.String)
-        parts = encode.number_attribute(
-            "is_cpu_op", "bool_val", cpu[example].astype(np.int64), np.ones(len(few), np.bool_)
+        distinct_texts = nodes.select(list(layout.NODE_TEXTS.values()))[example].cast(pl.String)
+        parts = encode.encode_number_attribute(
+            "is_cpu_op", "bool_val", cpu[example].astype(np.int64), np.ones(len(distinct_texts), np.bool_)
         )
         for name, column in layout.NODE_TEXTS.items():
-            parts += encode.text_attribute(name, few[column])
-        yield encode.picked(encode.joined(parts), number)
+            parts += encode.encode_text_attribute(name, distinct_texts[column])
+        yield encode.pick_rows(encode.join_columns(parts), number)
         changed = {
             "work_ns": (nodes["work_ns"] != nodes["duration_ns"]).to_numpy(),
             "residual_ns": (nodes["residual_ns"] != 0).to_numpy(),
@@ -225,9 +227,9 @@ class Outgoing:
         # All numbers of the nodes at once.
         missing = {name: nodes[column].null_count() for name, column in layout.NODE_NUMBERS.items()}
         filled = [name for name in layout.NODE_NUMBERS if missing[name] < nodes.height]
-        whole = {name: pl.col(layout.NODE_NUMBERS[name]).cast(pl.Int64) for name in filled}
+        number_columns = {name: pl.col(layout.NODE_NUMBERS[name]).cast(pl.Int64) for name in filled}
         values = nodes.select(
-            **{name: column.fill_null(0) if missing[name] else column for name, column in whole.items()},
+            **{name: column.fill_null(0) if missing[name] else column for name, column in number_columns.items()},
             **{f"{name} there": pl.col(layout.NODE_NUMBERS[name]).is_not_null() for name in filled if missing[name]},
         )
         everywhere = np.ones(nodes.height, np.bool_)
@@ -235,25 +237,27 @@ class Outgoing:
             flags = changed.get(name)
             if flags is None:
                 flags = values[f"{name} there"].to_numpy() if missing[name] else everywhere
-            yield from encode.number_attribute(name, "int64_val", values[name].to_numpy(), flags)
-        yield from (encode.picked(table, lane) for table in self._places)
+            yield from encode.encode_number_attribute(name, "int64_val", values[name].to_numpy(), flags)
+        yield from (encode.pick_rows(table, lane) for table in self._places)
 
 
-def _with_rows(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
+def _join_rows(nodes: pl.DataFrame, frame: pl.DataFrame) -> pl.DataFrame:
     return nodes.join(frame, on="node", how="left", maintain_order="left", coalesce=False, suffix="_there")
 
 
-def _numbers(name: str, values: pl.Series, present: Bools | None = None) -> list[encode.Rows]:
+def _encode_numbers(name: str, values: pl.Series, present: Bools | None = None) -> list[encode.ByteRows]:
     missing = values.null_count()
     if missing == len(values):
         return []
     if present is None:
         present = values.is_not_null().to_numpy() if missing else np.ones(len(values), np.bool_)
-    whole = values.cast(pl.Int64)
-    return encode.number_attribute(name, "int64_val", (whole.fill_null(0) if missing else whole).to_numpy(), present)
+    integers = values.cast(pl.Int64)
+    return encode.encode_number_attribute(
+        name, "int64_val", (integers.fill_null(0) if missing else integers).to_numpy(), present
+    )
 
 
-def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[encode.Rows]:
+def _encode_communication(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[encode.ByteRows]:
     """Attributes that simulators and feeders read, then whatever else the graph holds."""
     has_row = frame["node_there"].is_not_null()
     kind = nodes["kind"].cast(pl.String)
@@ -263,55 +267,57 @@ def _communication_attributes(frame: pl.DataFrame, nodes: pl.DataFrame) -> Itera
     comm_type = frame["kind"].replace_strict(
         {name: int(number) for name, number in layout.COMM_TYPES.items()}, default=None, return_dtype=pl.Int64
     )
-    yield from _numbers("comm_type", comm_type.set((kind != "collective"), None))
+    yield from _encode_numbers("comm_type", comm_type.set((kind != "collective"), None))
     # Bytes as simulators count them: what this rank puts in; what comes out, of a receive or where nothing goes in.
     sizes = frame.select("in_bytes", "out_bytes").with_columns(bytes=nodes["bytes"], receives=receives)
-    into, out = pl.col("in_bytes"), pl.col("out_bytes")
-    size = pl.when((into > 0) & ~pl.col("receives")).then(into).otherwise(pl.coalesce(out, into))
+    in_bytes, out = pl.col("in_bytes"), pl.col("out_bytes")
+    size = pl.when((in_bytes > 0) & ~pl.col("receives")).then(in_bytes).otherwise(pl.coalesce(out, in_bytes))
     is_part = pl.lit(kind.is_in(["collective", "send", "receive"]))
-    yield from _numbers("comm_size", sizes.select(pl.when(is_part).then(pl.coalesce(size, "bytes"))).to_series())
+    yield from _encode_numbers("comm_size", sizes.select(pl.when(is_part).then(pl.coalesce(size, "bytes"))).to_series())
     rank, peer = nodes["rank"].cast(pl.Int64), frame["peer"].cast(pl.Int64)
-    ends = pl.DataFrame({"rank": rank, "peer": peer, "sends": sends, "receives": receives, "tag": frame["tag"]}).select(
+    endpoints = pl.DataFrame(
+        {"rank": rank, "peer": peer, "sends": sends, "receives": receives, "tag": frame["tag"]}
+    ).select(
         comm_src=pl.when("sends").then("rank").when("receives").then("peer"),
         comm_dst=pl.when("sends").then("peer").when("receives").then("rank"),
         comm_tag=pl.when((pl.col("sends") | pl.col("receives")) & pl.col("tag").is_between(-(2**31), 2**31 - 1)).then(
             "tag"
         ),
     )
-    for name in ends.columns:
-        present = ends[name].is_not_null().to_numpy()
-        yield from encode.number_attribute(name, "int32_val", ends[name].fill_null(0).to_numpy(), present)
+    for name in endpoints.columns:
+        present = endpoints[name].is_not_null().to_numpy()
+        yield from encode.encode_number_attribute(name, "int32_val", endpoints[name].fill_null(0).to_numpy(), present)
     for name, column in layout.COMMUNICATION_TEXTS.items():
-        yield from encode.text_attribute(name, frame[column])
-    yield from encode.bare_attribute(layout.ROW_OF_COMMUNICATION, (has_row & frame["kind"].is_null()).to_numpy())
+        yield from encode.encode_text_attribute(name, frame[column])
+    yield from encode.encode_bare_attribute(layout.COMMUNICATION_MARKER, (has_row & frame["kind"].is_null()).to_numpy())
     for name, column in layout.COMMUNICATION_NUMBERS.items():
-        yield from _numbers(name, frame[column])
+        yield from _encode_numbers(name, frame[column])
     for name, column in layout.COMMUNICATION_LISTS.items():
-        yield from encode.list_attribute(name, "int64_list", frame[column])
+        yield from encode.encode_list_attribute(name, "int64_list", frame[column])
 
 
-def _host_attributes(frame: pl.DataFrame) -> Iterator[encode.Rows]:
+def _encode_host_attributes(frame: pl.DataFrame) -> Iterator[encode.ByteRows]:
     if frame["row"].null_count() == frame.height:
         return
     for name, column in layout.HOST_NUMBERS.items():
-        yield from _numbers(name, frame[column])
+        yield from _encode_numbers(name, frame[column])
     renamed = frame.select(pl.when(pl.col("name").ne_missing(pl.col("node_name"))).then("name")).to_series()
     for name, column in layout.HOST_TEXTS.items():
-        yield from encode.text_attribute(name, renamed if name == "host_name" else frame[column])
+        yield from encode.encode_text_attribute(name, renamed if name == "host_name" else frame[column])
 
 
-def _tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> encode.Rows:
+def _encode_tensors(tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]) -> encode.ByteRows:
     """The IOInfo of host ops: values, shapes and types as JSON text."""
     if frame["row"].null_count() == frame.height:
-        return encode.nothing(frame.height)
+        return encode.build_empty_rows(frame.height)
     parts = [
-        encode.delimited(key, encode.texts(frame[name]))
+        encode.encode_delimited(key, encode.encode_texts(frame[name]))
         for key, name in zip((b"\x0a", b"\x12", b"\x1a"), columns, strict=True)
     ]
-    return encode.delimited(tag, encode.joined(parts))
+    return encode.encode_delimited(tag, encode.join_columns(parts))
 
 
-def dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
+def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
     """Control, then data dependencies between written nodes of the same rank, so that nothing waits in a circle.
 
     Chakra knows one relation: a node starts after other nodes have ended. An edge of a Graph says more (from start or
@@ -326,25 +332,25 @@ def dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
     """
     source, target = (graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target"))
     rank, start = graph.nodes["rank"].to_numpy(), graph.nodes["start_ns"].to_numpy()
-    near = solid[source] & solid[target] & (rank[source] == rank[target]) & (source != target)
+    is_local = solid[source] & solid[target] & (rank[source] == rank[target]) & (source != target)
     kind, from_end, to_end = (graph.edges[name] for name in ("kind", "from_end", "to_end"))
     after, into_end = from_end.to_numpy(), to_end.to_numpy()
     call, launch = (kind == "call").to_numpy(), (kind == "launch").to_numpy()
     forward = start[source] <= start[target]
     before = start[source] < start[target]
 
-    plain = near & ~into_end & (after | launch) & forward
-    awaited = near & into_end & after
+    is_direct = is_local & ~into_end & (after | launch) & forward
+    awaited = is_local & into_end & after
     late = awaited & ~before
     # What follows a node whose end awaits something later awaits it too.
     awaits = pl.DataFrame({"node": target[late], "awaited": source[late]})
-    pairs = awaits.join(pl.DataFrame({"node": source[plain], "follower": target[plain]}), on="node")
+    pairs = awaits.join(pl.DataFrame({"node": source[is_direct], "follower": target[is_direct]}), on="node")
     followers, inherited = pairs["follower"].to_numpy(), pairs["awaited"].to_numpy()
     fine = start[inherited] < start[followers]
-    rest = plain & ~call | awaited & before
+    is_control = is_direct & ~call | awaited & before
     for targets, sources in (
-        (target[plain & call], source[plain & call]),
-        (np.concatenate([target[rest], followers[fine]]), np.concatenate([source[rest], inherited[fine]])),
+        (target[is_direct & call], source[is_direct & call]),
+        (np.concatenate([target[is_control], followers[fine]]), np.concatenate([source[is_control], inherited[fine]])),
     ):
         order = np.lexsort((sources, targets))
         key, values = targets[order], sources[order]

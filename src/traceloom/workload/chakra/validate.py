@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from traceloom.formats.chakra.nodes import Workload, places, read_workload
+from traceloom.formats.chakra.nodes import Workload, find_file_sets, read_workload
 from traceloom.workload.chakra.check_files import (
     check_astra_sim,
     check_attributes,
     check_file,
     check_groups,
     check_peers,
-    named_ranks,
-    ranks_text,
+    find_named_ranks,
+    format_ranks,
 )
-from traceloom.workload.chakra.check_ranks import check_deadlock, match, ordered
+from traceloom.workload.chakra.check_ranks import build_issue_orders, check_deadlock, match
 from traceloom.workload.chakra.validation_rules import (
     RULES,
     TARGETS,
@@ -28,7 +28,7 @@ from traceloom.workload.chakra.validation_rules import (
     Target,
     ValidationResult,
     ValidationRule,
-    ranked,
+    sort_problems,
 )
 
 __all__ = [
@@ -64,18 +64,20 @@ def validate(
     """
     files: list[tuple[str, int | None, int]] = []
     problems: list[Problem] = []
-    for file_set in places(inputs, Path(groups) if groups is not None else None):
+    for file_set in find_file_sets(inputs, Path(groups) if groups is not None else None):
         workload = read_workload(file_set, step)
         files += [(table.path, rank, len(table)) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
         problems += validate_workload(workload, target)
-    return ValidationResult(target, tuple(files), ranked(problems, RULES))
+    return ValidationResult(target, tuple(files), sort_problems(problems, RULES))
 
 
 def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
     """The problems of one set that is already read."""
     findings = Findings(target, RULES)
     locations = [(table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)]
-    checked = [check_file(table, at, findings) for table, at in zip(workload.tables, locations, strict=True)]
+    checked = [
+        check_file(table, location, findings) for table, location in zip(workload.tables, locations, strict=True)
+    ]
     check_attributes(workload, findings)
     check_groups(workload, findings)
     check_peers(workload, findings)
@@ -84,20 +86,20 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
     for rank in numbers[times > 1].tolist():
         paths = [t.path for r, t in zip(workload.ranks, workload.tables, strict=True) if r == rank]
         findings.add("repeated-rank", (paths[0], rank), [(None, f"rank {rank} is in {' and in '.join(paths)}")])
-    named = named_ranks(workload) if present else {}
+    location_by_rank = find_named_ranks(workload) if present else {}
     last = max(present, default=0)
     gaps = dict.fromkeys(range(last), f"the numbers of the files go up to {last}")
-    expected = {**gaps, **named}
+    expected = {**gaps, **location_by_rank}
     absent = {rank: expected[rank] for rank in expected.keys() - set(present)}
     if absent:
         first, several = min(absent), len(absent) > 1
-        sentence = (
-            f"rank{'s' if several else ''} {ranks_text(absent)} {'have' if several else 'has'} no file; "
-            f"rank {first} is expected, as {absent[first]}" + (" names it" if first in named else "")
+        message = (
+            f"rank{'s' if several else ''} {format_ranks(absent)} {'have' if several else 'has'} no file; "
+            f"rank {first} is expected, as {absent[first]}" + (" names it" if first in location_by_rank else "")
         )
         severity: Severity | None = None if workload.place.whole else "warning"
-        findings.add("missing-rank", locations[0], [(None, sentence)], count=len(absent), severity=severity)
-    parts = ordered(workload, [settled for _, settled in checked])
+        findings.add("missing-rank", locations[0], [(None, message)], count=len(absent), severity=severity)
+    parts = build_issue_orders(workload, [settled for _, settled in checked])
     if len(parts) > 1:
         joined = match(workload, parts, findings)
         if not any(settled.stuck.any() for _, settled in checked):  # else every rank hangs already by itself

@@ -15,7 +15,7 @@ Severity = Literal["error", "warning"]
 Target = Literal["chakra", "astra-sim"]
 TARGETS: tuple[Target, ...] = ("chakra", "astra-sim")
 
-MOST_EXAMPLES = 5
+MAX_EXAMPLES = 5
 RULES_PAGE = f"{DOCUMENTATION}/reference/validation-rules/"
 
 
@@ -123,7 +123,7 @@ class Findings:
             return
         ids = np.asarray(nodes, dtype=np.uint64)
         first_examples = tuple(
-            Example(node, text) for _, (node, text) in zip(range(MOST_EXAMPLES), examples, strict=False)
+            Example(node, text) for _, (node, text) in zip(range(MAX_EXAMPLES), examples, strict=False)
         )
         times = count if count is not None else max(len(ids), 1)
         self.problems.append(
@@ -169,7 +169,7 @@ class ValidationResult:
         }
 
 
-def ranked(problems: Iterable[Problem], rules: Iterable[str]) -> tuple[Problem, ...]:
+def sort_problems(problems: Iterable[Problem], rules: Iterable[str]) -> tuple[Problem, ...]:
     """Errors before warnings; in each, causes before what follows from them (the order of `rules`), then by count."""
     order = {rule: index for index, rule in enumerate(rules)}
     return tuple(sorted(problems, key=lambda p: (p.severity != "error", order[p.rule], -p.count)))

@@ -20,8 +20,8 @@ from traceloom.workload.replay.schema import (
     OperatorSchema,
     SchemaArgument,
     UnreadableSchemaError,
+    find_refusal,
     parse_schema,
-    refusal,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Twin(NamedTuple):
+class ReplacementOp(NamedTuple):
     """The op that is called instead.
 
     Attributes:
@@ -40,68 +40,82 @@ class Twin(NamedTuple):
     """
 
     name: str
-    renamed: Mapping[str, str] = {}
+    recorded_names: Mapping[str, str] = {}
     constants: Mapping[str, Any] = {}
 
-    def values(self, recorded: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    def values(self, recorded: Mapping[str, Any], argument_names: list[str]) -> dict[str, Any]:
         """Values of its arguments, which have these names, from those of the recorded op."""
-        named = {name: recorded[old] for name in names if (old := self.renamed.get(name, name)) in recorded}
-        return {**named, **self.constants}
+        values_by_name = {
+            name: recorded[old] for name in argument_names if (old := self.recorded_names.get(name, name)) in recorded
+        }
+        return {**values_by_name, **self.constants}
 
 
-PINNING = ("aten::pin_memory", "aten::_pin_memory")
-_ANYWHERE = {
+PINNING_OPS = ("aten::pin_memory", "aten::_pin_memory")
+_REPLACEMENTS = {
     # They take whatever geometry they are given; their twins see that it lies within the storage.
-    "aten::_reshape_alias": Twin("aten::as_strided"),
-    "aten::_reshape_alias_copy": Twin("aten::as_strided_copy"),
+    "aten::_reshape_alias": ReplacementOp("aten::as_strided"),
+    "aten::_reshape_alias_copy": ReplacementOp("aten::as_strided_copy"),
     # A storage cannot be handed over as such: the twins take a tensor and use its storage.
-    "aten::set_.source_Storage": Twin("aten::set_.source_Tensor"),
-    "aten::set_.source_Storage_storage_offset": Twin("aten::set_.source_Tensor_storage_offset"),
+    "aten::set_.source_Storage": ReplacementOp("aten::set_.source_Tensor"),
+    "aten::set_.source_Storage_storage_offset": ReplacementOp("aten::set_.source_Tensor_storage_offset"),
     # Where everything is on one device, a copy into pinned memory is a copy.
-    **dict.fromkeys(PINNING, Twin("aten::clone")),
+    **dict.fromkeys(PINNING_OPS, ReplacementOp("aten::clone")),
     # A replay's tensors may be views, which cannot be detached in place.
-    "aten::detach_": Twin("aten::detach"),
+    "aten::detach_": ReplacementOp("aten::detach"),
 }
-_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_BATCH_NORM = Twin("aten::native_batch_norm", {"momentum": "exponential_average_factor", "eps": "epsilon"})
-_BATCH_NORM_BACKWARD = Twin(
+_CPU_FLASH_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_NATIVE_BATCH_NORM = ReplacementOp(
+    "aten::native_batch_norm", {"momentum": "exponential_average_factor", "eps": "epsilon"}
+)
+_NATIVE_BATCH_NORM_BACKWARD = ReplacementOp(
     "aten::native_batch_norm_backward",
     {"grad_out": "grad_output", "save_invstd": "save_var", "eps": "epsilon"},
     {"train": True, "output_mask": [True, True, True]},
 )
-_CONVOLUTION = Twin("aten::convolution", {"input": "self"}, {"transposed": False, "output_padding": [0]})
+_GENERIC_CONVOLUTION = ReplacementOp(
+    "aten::convolution", {"input": "self"}, {"transposed": False, "output_padding": [0]}
+)
 # What libraries of GPUs do, and the CPU by other ops. Dropout within attention does not exist there.
-_ON_CPU = {
-    "aten::cudnn_batch_norm": _BATCH_NORM,
-    "aten::miopen_batch_norm": _BATCH_NORM,
-    "aten::cudnn_batch_norm_backward": _BATCH_NORM_BACKWARD,
-    "aten::miopen_batch_norm_backward": _BATCH_NORM_BACKWARD,
-    "aten::cudnn_convolution": _CONVOLUTION._replace(constants={"bias": None, **_CONVOLUTION.constants}),
-    "aten::miopen_convolution": _CONVOLUTION,
-    "aten::_scaled_dot_product_flash_attention": Twin(_ATTENTION, {}, {"dropout_p": 0.0}),
-    "aten::_scaled_dot_product_efficient_attention": Twin(_ATTENTION, {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}),
-    "aten::_scaled_dot_product_cudnn_attention": Twin(_ATTENTION, {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}),
-    "aten::_scaled_dot_product_flash_attention_backward": Twin(_ATTENTION + "_backward", {}, {"dropout_p": 0.0}),
-    "aten::_scaled_dot_product_cudnn_attention_backward": Twin(
-        _ATTENTION + "_backward", {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}
+_CPU_REPLACEMENTS = {
+    "aten::cudnn_batch_norm": _NATIVE_BATCH_NORM,
+    "aten::miopen_batch_norm": _NATIVE_BATCH_NORM,
+    "aten::cudnn_batch_norm_backward": _NATIVE_BATCH_NORM_BACKWARD,
+    "aten::miopen_batch_norm_backward": _NATIVE_BATCH_NORM_BACKWARD,
+    "aten::cudnn_convolution": _GENERIC_CONVOLUTION._replace(
+        constants={"bias": None, **_GENERIC_CONVOLUTION.constants}
     ),
-    "aten::_scaled_dot_product_efficient_attention_backward": Twin(
-        _ATTENTION + "_backward", {"grad_out": "grad_out_", "attn_mask": "attn_bias"}, {"dropout_p": 0.0}
+    "aten::miopen_convolution": _GENERIC_CONVOLUTION,
+    "aten::_scaled_dot_product_flash_attention": ReplacementOp(_CPU_FLASH_ATTENTION, {}, {"dropout_p": 0.0}),
+    "aten::_scaled_dot_product_efficient_attention": ReplacementOp(
+        _CPU_FLASH_ATTENTION, {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}
+    ),
+    "aten::_scaled_dot_product_cudnn_attention": ReplacementOp(
+        _CPU_FLASH_ATTENTION, {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}
+    ),
+    "aten::_scaled_dot_product_flash_attention_backward": ReplacementOp(
+        _CPU_FLASH_ATTENTION + "_backward", {}, {"dropout_p": 0.0}
+    ),
+    "aten::_scaled_dot_product_cudnn_attention_backward": ReplacementOp(
+        _CPU_FLASH_ATTENTION + "_backward", {"attn_mask": "attn_bias"}, {"dropout_p": 0.0}
+    ),
+    "aten::_scaled_dot_product_efficient_attention_backward": ReplacementOp(
+        _CPU_FLASH_ATTENTION + "_backward", {"grad_out": "grad_out_", "attn_mask": "attn_bias"}, {"dropout_p": 0.0}
     ),
 }
 
 
-def twin_of(name: str, device: str) -> Twin | None:
+def find_replacement(name: str, device: str) -> ReplacementOp | None:
     """The op to call for another on a kind of device (`cpu`, `cuda`, `meta`); None: itself."""
-    return _ANYWHERE.get(name) or (_ON_CPU.get(name) if device == "cpu" else None)
+    return _REPLACEMENTS.get(name) or (_CPU_REPLACEMENTS.get(name) if device == "cpu" else None)
 
 
-Path = tuple[int | str, ...]
-KEEPS_MEMORY = "aten::record_stream"
+ArgumentPath = tuple[int | str, ...]
+RECORD_STREAM = "aten::record_stream"
 """An op whose stream no trace tells: it is run for the stream on which the replay has the next op on that memory."""
 
 
-class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out, with this as the reason)
+class BindError(Exception):  # noqa: N818  (it is no error: the op is left out, with this as the reason)
     """An op of the plan that this PyTorch cannot be made to run.
 
     Attributes:
@@ -115,7 +129,7 @@ class Unbindable(Exception):  # noqa: N818  (it is no error: the op is left out,
         self.text = text
 
 
-def need_torch() -> None:
+def require_torch() -> None:
     """See that PyTorch is there.
 
     Raises:
@@ -128,7 +142,7 @@ def need_torch() -> None:
 
 
 @dataclass(slots=True)
-class Bound:
+class BoundCall:
     """A call as Python makes it: `function(*arguments, **keywords)`, once the tensors stand in their places.
 
     Attributes:
@@ -141,29 +155,29 @@ class Bound:
     function: Callable[..., Any]
     arguments: list[Any] = field(default_factory=list)
     keywords: dict[str, Any] = field(default_factory=dict)
-    places: list[tuple[Path, int]] = field(default_factory=list)
+    places: list[tuple[ArgumentPath, int]] = field(default_factory=list)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         """Call it with the op's inputs."""
-        arguments = [_copied(value) for value in self.arguments]
-        keywords = {name: _copied(value) for name, value in self.keywords.items()}
-        for path, number in self.places:
-            holder: Any = keywords if isinstance(path[0], str) else arguments
+        arguments = [_copy_lists(value) for value in self.arguments]
+        keywords = {name: _copy_lists(value) for name, value in self.keywords.items()}
+        for path, input_index in self.places:
+            container: Any = keywords if isinstance(path[0], str) else arguments
             for step in path[:-1]:
-                holder = holder[step]
-            holder[path[-1]] = inputs[number]
+                container = container[step]
+            container[path[-1]] = inputs[input_index]
         return self.function(*arguments, **keywords)
 
 
-def bind(
+def bind_call(
     schema: str,
     arguments: str,
     device: torch.device | str = "cpu",
     *,
     keeps_host: bool = False,
-    recorded: str | None = None,
-    further: frozenset[str] = frozenset(),
-) -> Bound:
+    recorded_torch: str | None = None,
+    allowed_namespaces: frozenset[str] = frozenset(),
+) -> BoundCall:
     """Find the function of a call, and its arguments.
 
     Args:
@@ -171,8 +185,8 @@ def bind(
         arguments: Values of its arguments: JSON as `traceloom.workload.replay.plan` has it.
         device: Where everything goes, whatever was recorded.
         keeps_host: Whether what was recorded on the host's processors stays there nevertheless.
-        recorded: Version of PyTorch that recorded it.
-        further: Namespaces that are allowed besides.
+        recorded_torch: Version of PyTorch that recorded it.
+        allowed_namespaces: Namespaces that are allowed besides.
 
     Raises:
         Unbindable: The op is unknown here, is not allowed, or takes what cannot be given.
@@ -180,59 +194,69 @@ def bind(
     import torch
 
     try:
-        then = parse_schema(schema)
+        recorded_schema = parse_schema(schema)
     except UnreadableSchemaError as error:
-        raise Unbindable("unreadable-schema", str(error)) from None
+        raise BindError("unreadable-schema", str(error)) from None
     device = torch.device(device)
-    if then.qualified == KEEPS_MEMORY:
+    if recorded_schema.qualified == RECORD_STREAM:
         if device.type == "cpu":
             text = "it keeps memory of a GPU for a stream, and the replay runs on the CPU, where there is nothing to do"
-            raise Unbindable("no-gpu", text)
-        return Bound(_keep_for_current_stream, [None], places=[((0,), 0)])
-    if reason := refusal(then, further):
-        raise Unbindable(*reason)
-    twin = None if keeps_host and then.qualified in PINNING else twin_of(then.qualified, device.type)
-    function, now = _here(then.qualified if twin is None else twin.name)
-    if function is None or now is None:
-        version = f", and PyTorch {recorded} recorded it" if recorded else ""
-        raise Unbindable("unknown-op", f"PyTorch {torch.__version__} here has no {then.qualified}{version}: {schema}")
-    if reason := refusal(now, further):  # a trace may write another schema than the op has
-        raise Unbindable(*reason)
+            raise BindError("no-gpu", text)
+        return BoundCall(_record_current_stream, [None], places=[((0,), 0)])
+    if reason := find_refusal(recorded_schema, allowed_namespaces):
+        raise BindError(*reason)
+    replacement = (
+        None
+        if keeps_host and recorded_schema.qualified in PINNING_OPS
+        else find_replacement(recorded_schema.qualified, device.type)
+    )
+    function, current_schema = _resolve_overload(recorded_schema.qualified if replacement is None else replacement.name)
+    if function is None or current_schema is None:
+        version = f", and PyTorch {recorded_torch} recorded it" if recorded_torch else ""
+        raise BindError(
+            "unknown-op", f"PyTorch {torch.__version__} here has no {recorded_schema.qualified}{version}: {schema}"
+        )
+    if reason := find_refusal(current_schema, allowed_namespaces):  # a trace may write another schema than the op has
+        raise BindError(*reason)
     try:
         recorded_values: list[Any] = msgspec.json.decode(arguments, type=list)
     except msgspec.DecodeError as error:
-        raise Unbindable("unknown-argument", f"the arguments of {then.qualified} are no list: {error}") from None
-    values = dict(zip((argument.name for argument in then.arguments), recorded_values, strict=False))
-    if twin is not None:
-        values = twin.values(values, [argument.name for argument in now.arguments])
-    elif then.text != now.text:
-        values = _by_name_here(values, then, now, recorded)
-    bound, needed = Bound(function), 0
-    for argument in now.arguments:
+        raise BindError(
+            "unknown-argument", f"the arguments of {recorded_schema.qualified} are no list: {error}"
+        ) from None
+    values = dict(zip((argument.name for argument in recorded_schema.arguments), recorded_values, strict=False))
+    if replacement is not None:
+        values = replacement.values(values, [argument.name for argument in current_schema.arguments])
+    elif recorded_schema.text != current_schema.text:
+        values = _map_argument_names(values, recorded_schema, current_schema, recorded_torch)
+    bound, positional_count = BoundCall(function), 0
+    for argument in current_schema.arguments:
         if argument.name not in values and not argument.has_default:
-            raise _other_schema(f"{argument.name!r} has no value", now, then, recorded)
+            raise _make_schema_error(f"{argument.name!r} has no value", current_schema, recorded_schema, recorded_torch)
         path = (argument.name,) if argument.keyword_only else (len(bound.arguments),)
-        tensors = len(bound.places)
+        slot_count_before = len(bound.places)
         value = argument.default
         if argument.name in values:
-            value = _value(values[argument.name], argument, path, device, bound.places)
+            value = _convert_value(values[argument.name], argument, path, device, bound.places)
             if keeps_host and values[argument.name] == {"device": "cpu"}:
                 value = torch.device("cpu")
         # Each argument that need not be handed over is time saved.
-        left_out = len(bound.places) == tensors and argument.has_default and repr(value) == repr(argument.default)
+        is_omittable = (
+            len(bound.places) == slot_count_before and argument.has_default and repr(value) == repr(argument.default)
+        )
         if not argument.keyword_only:
             bound.arguments.append(value)
-            needed = needed if left_out else len(bound.arguments)
-        elif not left_out:
+            positional_count = positional_count if is_omittable else len(bound.arguments)
+        elif not is_omittable:
             bound.keywords[argument.name] = value
-    del bound.arguments[needed:]
-    made_of_nothing = not bound.places and "device" in values  # so it is not where an input is
-    if made_of_nothing and device.type != "cpu" and not keeps_host:
+    del bound.arguments[positional_count:]
+    is_factory_call = not bound.places and "device" in values  # so it is not where an input is
+    if is_factory_call and device.type != "cpu" and not keeps_host:
         bound.keywords["device"] = device
     return bound
 
 
-def _keep_for_current_stream(tensor: torch.Tensor) -> None:
+def _record_current_stream(tensor: torch.Tensor) -> None:
     """Let the allocator not give the memory of a tensor away while the stream that is current works on it."""
     import torch
 
@@ -240,7 +264,7 @@ def _keep_for_current_stream(tensor: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _here(qualified: str) -> tuple[Callable[..., Any] | None, OperatorSchema | None]:
+def _resolve_overload(qualified: str) -> tuple[Callable[..., Any] | None, OperatorSchema | None]:
     """PyTorch's builtin of an overload, and its schema; None where this PyTorch has none."""
     import torch
     from torch._ops import OpOverload
@@ -256,49 +280,66 @@ def _here(qualified: str) -> tuple[Callable[..., Any] | None, OperatorSchema | N
     return op._op, parse_schema(str(op._schema))  # noqa: SLF001  (the public call looks for modes each time: 0.2 µs)
 
 
-def _by_name_here(
-    values: dict[str, Any], then: OperatorSchema, now: OperatorSchema, recorded: str | None
+def _map_argument_names(
+    values: dict[str, Any], recorded_schema: OperatorSchema, current_schema: OperatorSchema, recorded_torch: str | None
 ) -> dict[str, Any]:
     """The values by the names that this PyTorch gives to the arguments: same names, or another at the same position."""
-    here, there = ({argument.name for argument in schema.arguments} for schema in (now, then))
-    out = {}
-    for at, argument in enumerate(then.arguments[: len(values)]):
+    current_names, recorded_names = (
+        {argument.name for argument in schema.arguments} for schema in (current_schema, recorded_schema)
+    )
+    mapped = {}
+    for position, argument in enumerate(recorded_schema.arguments[: len(values)]):
         value = values[argument.name]
-        if argument.name in here:
-            out[argument.name] = value
+        if argument.name in current_names:
+            mapped[argument.name] = value
             continue
-        other = now.arguments[at] if at < len(now.arguments) else None
+        candidate = current_schema.arguments[position] if position < len(current_schema.arguments) else None
         # It may be another by a new name: of one type, but for integers that became symbols.
-        types = {each.type.leaf.removeprefix("Sym").lower() for each in (argument, other) if each is not None}
-        if other is not None and len(types) == 1 and other.name not in there:
-            out[other.name] = value
+        types = {
+            candidate.type.leaf.removeprefix("Sym").lower()
+            for candidate in (argument, candidate)
+            if candidate is not None
+        }
+        if candidate is not None and len(types) == 1 and candidate.name not in recorded_names:
+            mapped[candidate.name] = value
         elif not argument.has_default or value != argument.default:
-            raise _other_schema(f"it takes no {argument.name!r}", now, then, recorded)
-    return out
+            raise _make_schema_error(f"it takes no {argument.name!r}", current_schema, recorded_schema, recorded_torch)
+    return mapped
 
 
-def _other_schema(what: str, now: OperatorSchema, then: OperatorSchema, recorded: str | None) -> Unbindable:
+def _make_schema_error(
+    problem: str, current_schema: OperatorSchema, recorded_schema: OperatorSchema, recorded_torch: str | None
+) -> BindError:
     import torch
 
-    text = f"in PyTorch {torch.__version__} here {now.qualified} is another: {what}"
-    return Unbindable("other-schema", f"{text}; here {now.text}; in PyTorch {recorded or '(unknown)'} {then.text}")
+    text = f"in PyTorch {torch.__version__} here {current_schema.qualified} is another: {problem}"
+    return BindError(
+        "other-schema",
+        f"{text}; here {current_schema.text}; in PyTorch {recorded_torch or '(unknown)'} {recorded_schema.text}",
+    )
 
 
-def _value(
-    value: Any, argument: SchemaArgument, path: Path, device: torch.device, places: list[tuple[Path, int]]
+def _convert_value(
+    value: Any,
+    argument: SchemaArgument,
+    path: ArgumentPath,
+    device: torch.device,
+    tensor_slots: list[tuple[ArgumentPath, int]],
 ) -> Any:
-    """A value as PyTorch takes it; tensors are noted in `places`."""
+    """A value as PyTorch takes it; tensors are noted in `tensor_slots`."""
     import torch
 
     if isinstance(value, list):
-        return [_value(part, argument, (*path, at), device, places) for at, part in enumerate(value)]
+        return [
+            _convert_value(part, argument, (*path, index), device, tensor_slots) for index, part in enumerate(value)
+        ]
     if argument.name in NEVER_GIVEN:
         return None if argument.type.optional else False
     if not isinstance(value, dict):
         return value
     kind, content = next(iter(value.items()), ("", None))
     if kind in {"tensor", "storage"} and isinstance(content, int):
-        places.append((path, content))
+        tensor_slots.append((path, content))
         return None
     if kind == "device":
         return device
@@ -312,8 +353,8 @@ def _value(
         enum = getattr(torch, str(content), None)
         if isinstance(enum, torch.dtype | torch.layout | torch.memory_format):
             return enum
-    raise Unbindable("unknown-argument", f"{argument.name!r} cannot be given: it was recorded as {kind} {content!r}")
+    raise BindError("unknown-argument", f"{argument.name!r} cannot be given: it was recorded as {kind} {content!r}")
 
 
-def _copied(value: Any) -> Any:
-    return [_copied(part) for part in value] if isinstance(value, list) else value
+def _copy_lists(value: Any) -> Any:
+    return [_copy_lists(part) for part in value] if isinstance(value, list) else value

@@ -27,8 +27,8 @@ _CARRIED = {
     "bool", "uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
 """What every backend takes; other types go as bytes."""
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")
-TO_A_PEER = ("send", "recv")
+_ROOTED_KINDS = ("broadcast", "reduce", "gather", "scatter")
+POINT_TO_POINT = ("send", "recv")
 _SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
@@ -42,40 +42,40 @@ def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
     Raises:
         InputError: slug `different-collectives`.
     """
-    issued = pl.concat([_issued(plan.ranks[rank], ranks) for rank in ranks])
+    issued = pl.concat([_list_issued(plan.ranks[rank], ranks) for rank in ranks])
     for name, members in plan.groups.select("name", "ranks").iter_rows():
-        of_group = issued.filter(pl.col("group") == name)
+        group_ops = issued.filter(pl.col("group") == name)
         lists = {
-            rank: of_group.filter((pl.col("rank") == rank) & ~pl.col("kind").is_in(TO_A_PEER))
+            rank: group_ops.filter((pl.col("rank") == rank) & ~pl.col("kind").is_in(POINT_TO_POINT))
             .select("what")
             .to_series()
             for rank in members
             if rank in ranks
         }
         _check_same(lists, f"group `{name}`", "issue different collectives")
-        between = of_group.filter(pl.col("kind").is_in(TO_A_PEER))
+        between = group_ops.filter(pl.col("kind").is_in(POINT_TO_POINT))
         for pair, both in between.group_by("source", "target", maintain_order=True):
             lists = {rank: both.filter(pl.col("rank") == rank)["what"] for rank in pair}
             _check_same(lists, f"group `{name}`, from {pair[0]} to {pair[1]}", "send and receive differently")
 
 
-def _check_same(lists: Mapping[int, pl.Series], where: str, how: str) -> None:
+def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) -> None:
     """Refuse ranks whose lists differ, with the first difference."""
     if len(lists) < 2:
         return
     first, expected = next(iter(lists.items()))
-    for rank, here in lists.items():
-        for nth, (left, right) in enumerate(zip_longest(expected, here, fillvalue="nothing"), start=1):
-            if left != right:
+    for rank, actual in lists.items():
+        for nth, (expected_op, right) in enumerate(zip_longest(expected, actual, fillvalue="nothing"), start=1):
+            if expected_op != right:
                 raise InputError(
-                    f"ranks {first} and {rank} {how}: number {nth} is {left} on rank {first}, {right} on rank {rank}",
+                    f"ranks {first} and {rank} {difference}: number {nth} is {expected_op} on rank {first}, {right} on rank {rank}",
                     slug="different-collectives",
-                    where=where,
+                    where=location,
                     hint=f"give host traces of one step of one run, or replay one of them alone with --ranks {first}",
                 )
 
 
-def _issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
+def _list_issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
     """What a rank issues, in order: rank, group, kind, source, target, what (in words, alike on all ranks)."""
     uses = plan.uses()
     elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
@@ -89,7 +89,7 @@ def _issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
         )
     )
     kind = pl.col("kind")
-    is_peer = kind.is_in(TO_A_PEER)
+    is_peer = kind.is_in(POINT_TO_POINT)
     size = pl.coalesce(pl.when(kind == "recv").then("target").otherwise("source"), "bytes")
     return (
         plan.ops.filter(pl.col("action") == COLLECTIVE)
@@ -105,7 +105,7 @@ def _issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
             pl.when(kind == "send").then("peer").otherwise(plan.rank).alias("target"),
             pl.concat_str(
                 pl.when(is_peer).then(pl.lit("a message")).otherwise(kind),
-                pl.when(kind.is_in(_ROOTED)).then(pl.format(" of rank {}", pl.col("peer"))),
+                pl.when(kind.is_in(_ROOTED_KINDS)).then(pl.format(" of rank {}", pl.col("peer"))),
                 pl.when(kind.is_in(_SAME_SIZES) | is_peer).then(pl.format(" ({} bytes)", size)),
                 ignore_nulls=True,
             ).alias("what"),
@@ -113,7 +113,7 @@ def _issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
     )
 
 
-class Works:
+class AsyncHandles:
     """What a collective started."""
 
     def __init__(self, works: Iterable[dist.Work | None]) -> None:
@@ -126,7 +126,7 @@ class Works:
             work.wait()
 
 
-def finish(works: Works | None) -> None:
+def finish(works: AsyncHandles | None) -> None:
     """Wait for a collective, unless that was done before."""
     if works is not None:
         works.wait()
@@ -152,8 +152,8 @@ class RunningGroups:
         import torch.distributed as dist
 
         groups, members = {}, {}
-        for name, of_group in plan.groups.select("name", "ranks").iter_rows():
-            members[name] = tuple(of_group or range(plan.world_size))
+        for name, group_ranks in plan.groups.select("name", "ranks").iter_rows():
+            members[name] = tuple(group_ranks or range(plan.world_size))
             processes = [ranks.index(rank) for rank in members[name] if rank in ranks]
             group = (
                 dist.new_group(processes, backend=backend, timeout=timedelta(seconds=timeout_s)) if processes else None
@@ -164,9 +164,9 @@ class RunningGroups:
 
     def lacks(self, row: Mapping[str, Any]) -> bool:
         """Whether the only other rank of a collective does not run."""
-        return row["kind"] in TO_A_PEER and row["peer"] not in self.ranks
+        return row["kind"] in POINT_TO_POINT and row["peer"] not in self.ranks
 
-    def exchange(self, rows: Sequence[Mapping[str, Any]]) -> Callable[..., list[Works]]:
+    def exchange(self, rows: Sequence[Mapping[str, Any]]) -> Callable[..., list[AsyncHandles]]:
         """What starts several sends and receives of one tensor each: together, as NCCL would wait for the first.
 
         Args:
@@ -177,14 +177,14 @@ class RunningGroups:
         group = self.groups[rows[0]["group"]]
         ways = [(dist.isend if row["kind"] == "send" else dist.irecv, self.ranks.index(row["peer"])) for row in rows]
 
-        def exchange(*tensors: torch.Tensor) -> list[Works]:
+        def exchange(*tensors: torch.Tensor) -> list[AsyncHandles]:
             carried = (tensor if str(tensor.dtype)[6:] in _CARRIED else as_bytes(tensor) for tensor in tensors)
             parts = [dist.P2POp(way, tensor, peer, group) for (way, peer), tensor in zip(ways, carried, strict=True)]
-            return [Works(dist.batch_isend_irecv(parts))] * len(rows)
+            return [AsyncHandles(dist.batch_isend_irecv(parts))] * len(rows)
 
         return exchange
 
-    def call(self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]) -> Callable[..., Works]:
+    def call(self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]) -> Callable[..., AsyncHandles]:
         """What starts a collective, and waits for it unless it was asynchronous.
 
         Args:
@@ -193,20 +193,20 @@ class RunningGroups:
             dtypes: Of all of them.
         """
         members = self.members[row["group"]]
-        kept = [position for position, rank in enumerate(members) if rank in self.ranks]
-        running = [members[position] for position in kept]
-        peer = row["peer"] if row["peer"] in running or row["kind"] in TO_A_PEER else running[0]
+        kept_positions = [position for position, rank in enumerate(members) if rank in self.ranks]
+        running = [members[position] for position in kept_positions]
+        peer = row["peer"] if row["peer"] in running or row["kind"] in POINT_TO_POINT else running[0]
         start = _Start(
-            row["kind"], self.groups[row["group"]], kept, len(members),
+            row["kind"], self.groups[row["group"]], kept_positions, len(members),
             self.ranks.index(peer) if peer is not None else 0, row["splits_in"], row["splits_out"],
         )  # fmt: skip
 
         are_carried = _CARRIED.issuperset(dtypes)
 
-        def call(*tensors: torch.Tensor) -> Works:
+        def call(*tensors: torch.Tensor) -> AsyncHandles:
             if not are_carried:
                 tensors = tuple(map(as_bytes, tensors))
-            works = Works(start(tensors[:inputs], tensors[inputs:]))
+            works = AsyncHandles(start(tensors[:inputs], tensors[inputs:]))
             if not row["asynchronous"]:
                 works.wait()
             return works
@@ -267,9 +267,9 @@ class _Start:
         else:
             yield dist.reduce_scatter(target[0], self.parts(source), **group)
 
-    def cut(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    def cut(self, buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The parts of a buffer of the ranks that run; flat, because gloo wants shapes that NCCL does not."""
-        return whole.view(-1)[: part.numel() * len(self.kept)]
+        return buffer.view(-1)[: part.numel() * len(self.kept)]
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of the ranks that run: of a list, or of one buffer."""
@@ -283,12 +283,12 @@ class _Start:
             return dist.all_to_all(self.parts(target), self.parts(source), group=self.group, async_op=True)
         buffers, splits = [], []
         for tensor, rows in ((target[0], self.splits_out), (source[0], self.splits_in)):
-            here = [rows[position] for position in self.kept] if rows else []
+            running_rows = [rows[position] for position in self.kept] if rows else []
             if len(self.kept) == self.size:
                 buffers.append(tensor)
-            elif here:
-                buffers.append(tensor[: sum(here)])
+            elif running_rows:
+                buffers.append(tensor[: sum(running_rows)])
             else:
                 buffers.append(tensor.view(-1)[: tensor.numel() // self.size * len(self.kept)])
-            splits.append(here or None)
+            splits.append(running_rows or None)
         return dist.all_to_all_single(*buffers, *splits, group=self.group, async_op=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.analyze.bandwidth import with_sizes
+from traceloom.analyze.bandwidth import add_sizes
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import broken
@@ -22,7 +22,7 @@ from traceloom.formats import load
 from traceloom.graph import ABSENT, graph
 from traceloom.graph import graph as gs
 from traceloom.graph.graph import Graph
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.workload.chakra.convert import is_chakra
 from traceloom.workload.replay.inputs import AnyPath
@@ -37,13 +37,13 @@ from traceloom.workload.replay.plan import (
     ReplayPlan,
     is_plan,
 )
-from traceloom.workload.simulate.evaluation import plan_of
+from traceloom.workload.simulate.evaluation import build_plan
 from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import Machine
 from traceloom.workload.simulate.machine_file import read_machine
 from traceloom.workload.simulate.native import run
 
-RANKS = schema("rank step_count simulated_ns")
+RANKS = build_schema("rank step_count simulated_ns")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def simulate_steps(
     *,
     with_gaps: bool,
     cache: bool = True,
-    say: Callable[[str], None] | None = None,
+    on_status: Callable[[str], None] | None = None,
 ) -> SimulatedSteps:
     """Simulate the timed steps of what is replayed, each on its own.
 
@@ -81,7 +81,7 @@ def simulate_steps(
         machine: A machine, a `machine.toml` or the name of a preset.
         with_gaps: Whether the host does between the ops what it did; else nothing, as in a replay at the pace `fast`.
         cache: Look into the cache of read traces, and fill it.
-        say: Told in words what is being done.
+        on_status: Told in words what is being done.
 
     Raises:
         UsageError: As `read_machine`; slug `machine-size`: the machine has another number of ranks.
@@ -90,7 +90,7 @@ def simulate_steps(
     described = read_machine(machine) if isinstance(machine, (str, Path)) else machine
     name = described.name or str(machine)
     target = described if isinstance(machine, Machine) else machine  # a preset grows with the workload
-    steps = set.intersection(*(set(of_rank.steps["step"].to_list()) for of_rank in plan))
+    steps = set.intersection(*(set(rank_plan.steps["step"].to_list()) for rank_plan in plan))
     files = [Path(os.fspath(path)) for path in paths]
     absent = ""
     if any(path.is_file() and (path.suffix == ENDING or is_plan(path) or graph.is_graph(path)) for path in files):
@@ -102,15 +102,15 @@ def simulate_steps(
     if absent:
         return SimulatedSteps(name, RANKS.to_frame(), absent)
     session = load(*paths, cache=cache)
-    if others := [rank for rank in session.ranks if rank not in plan.ranks]:
-        return SimulatedSteps(name, RANKS.to_frame(), f"not all ranks are replayed, as rank {others[0]}")
+    if missing_ranks := [rank for rank in session.ranks if rank not in plan.ranks]:
+        return SimulatedSteps(name, RANKS.to_frame(), f"not all ranks are replayed, as rank {missing_ranks[0]}")
     rows, notices = [], dict[str, Notice]()
     for step in sorted(steps):
-        if say is not None:
-            say(f"simulating step {step}")
+        if on_status is not None:
+            on_status(f"simulating step {step}")
         source = open_input(session, step=step)
         if not with_gaps:
-            source = replace(source, graph=without_gaps(source.graph, plan))
+            source = replace(source, graph=remove_host_gaps(source.graph, plan))
         answer = run(source, target)
         notices |= {notice.slug: notice for notice in answer.notices}
         rows.append(answer.nodes.group_by("rank").agg((pl.max("end_ns") - pl.min("start_ns")).alias("simulated_ns")))
@@ -119,7 +119,7 @@ def simulate_steps(
     return SimulatedSteps(name, cast_to_schema(medians.sort("rank"), RANKS), "", tuple(notices.values()))
 
 
-def without_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
+def remove_host_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
     """The graph with nothing of the host between ops that a replay could call, and without waits for that.
 
     Left are ops by the name spaces of those that are planned, what they call, and the device. Not left are Python, the
@@ -129,17 +129,21 @@ def without_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
         graph: Of recorded steps.
         plan: What is replayed of them.
     """
-    spaces = {name.partition("::")[0] for of_rank in plan for name in of_rank.ops["name"].unique() if "::" in name}
+    spaces = {name.partition("::")[0] for rank_plan in plan for name in rank_plan.ops["name"].unique() if "::" in name}
     space = pl.col("name").str.extract(r"^(\w+)::")
     is_wrapper = (pl.col("category").cast(pl.String) == "op") & ~space.is_in([*spaces, "aten"]).fill_null(value=False)
-    outside = pl.col("op").is_null() | is_wrapper.fill_null(value=False)
+    is_outside_ops = pl.col("op").is_null() | is_wrapper.fill_null(value=False)
     kind = pl.col("kind").cast(pl.String)
-    gaps = graph.nodes.select((kind == gs.THINK) | (kind.is_in([gs.HOST, gs.BLOCK]) & outside)).to_series().to_numpy()
+    gaps = (
+        graph.nodes.select((kind == gs.THINK) | (kind.is_in([gs.HOST, gs.BLOCK]) & is_outside_ops))
+        .to_series()
+        .to_numpy()
+    )
     scenario = Scenario.of(graph).copy()
     scenario.work_ns[gaps] = 0
     _, target = scenario.ends()
     scenario.delay_ns[scenario.edges("synchronize") & gaps[target]] = ABSENT
-    return changed_graph(graph, scenario, scenario.times(plan_of(graph)))
+    return changed_graph(graph, scenario, scenario.times(build_plan(graph)))
 
 
 RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = ("run", "failed", "other-shape", "stand-in", "left-out")
@@ -150,28 +154,28 @@ _RATIO = {"ratio": pl.Float64}
 _RATIOS = {f"{name}_ratio": pl.Float64 for name in ("p10", "p50", "p90")}
 
 # fmt: off
-WHOLE = schema(
+TOTALS = build_schema(
     "rank step_count pass_count recorded_ns replayed_ns ratio recorded_cpu_ns replayed_cpu_ns cpu_ratio",
     "recorded_ops_ns replayed_ops_ns ops_ratio recorded_gpu_ns replayed_gpu_ns gpu_ratio peak_bytes",
     {**_RATIO, **dict.fromkeys(("cpu_ratio", "ops_ratio", "gpu_ratio"), pl.Float64)},
 )
-COVERAGE = schema("rank outcome reason count recorded_ns recorded_gpu_ns count_share time_share gpu_share",
+COVERAGE = build_schema("rank outcome reason count recorded_ns recorded_gpu_ns count_share time_share gpu_share",
                   {"outcome": pl.Enum(OUTCOMES), "count_share": pl.Float64, "time_share": pl.Float64,
                    "gpu_share": pl.Float64})
-NOT_RUN = schema("rank outcome reason name text count recorded_ns", {"outcome": pl.Enum(OUTCOMES), "text": pl.String})
-OPS = schema("name shapes calls recorded_ns replayed_ns lost_ns ratio p10_ratio p50_ratio p90_ratio",
+NOT_RUN = build_schema("rank outcome reason name text count recorded_ns", {"outcome": pl.Enum(OUTCOMES), "text": pl.String})
+OPS = build_schema("name shapes calls recorded_ns replayed_ns lost_ns ratio p10_ratio p50_ratio p90_ratio",
              "recorded_gpu_ns replayed_gpu_ns gpu_lost_ns gpu_ratio",
              {**_RATIO, **_RATIOS, "gpu_ratio": pl.Float64})
-EACH = schema("rank op node name shapes scope phase thread gap_ns recorded_ns replayed_ns ratio",
+EACH = build_schema("rank op node name shapes scope phase thread gap_ns recorded_ns replayed_ns ratio",
               "recorded_gpu_ns replayed_gpu_ns gpu_ratio",
               {**_OP, **_RATIO, "gpu_ratio": pl.Float64, "scope": pl.String, "phase": pl.String, "thread": pl.Int32})
-COLLECTIVES = schema("rank kind group group_size asynchronous size_bytes count on_gpu recorded_ns replayed_ns ratio",
+COLLECTIVES = build_schema("rank kind group group_size asynchronous size_bytes count on_gpu recorded_ns replayed_ns ratio",
                      "recorded_gb_per_s replayed_gb_per_s",
                      {**_RATIO, "group_size": pl.Int32, "on_gpu": pl.Boolean})
-CONTENTS = schema("rank content evidence count bytes", {"content": pl.String})
-SIMULATED = schema("rank step_count replayed_ns simulated_ns difference", {"difference": pl.Float64})
+CONTENTS = build_schema("rank content evidence count bytes", {"content": pl.String})
+SIMULATED = build_schema("rank step_count replayed_ns simulated_ns difference", {"difference": pl.Float64})
 # fmt: on
-HOLES = schema("rank name count recorded_ns")
+HOLES = build_schema("rank name count recorded_ns")
 TABLES = ("whole", "simulated", "coverage", "not_run", "holes", "ops", "each", "collectives", "contents")
 
 
@@ -261,24 +265,24 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
         simulated: The same steps on a machine.
     """
     pairs = [(plan.ranks[rank], result) for rank, result in replayed.ranks.items()]
-    about = [_about_ops(*pair) for pair in pairs]
-    each = pl.concat([
+    op_frames = [_compare_ops(*pair) for pair in pairs]
+    compared_ops = pl.concat([
         frame.filter(pl.col("outcome") == RUN, pl.col("recorded_ns").is_not_null(), pl.col("replayed_ns").is_not_null())
-        for frame in about
+        for frame in op_frames
     ]).with_columns(
-        _ratio("replayed_ns", "recorded_ns"), _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio")
+        _compute_ratio("replayed_ns", "recorded_ns"), _compute_ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio")
     )  # fmt: skip
-    of_gpu = "gpu_" if each["gpu_ratio"].is_not_null().any() else ""
-    long = each.filter(pl.col(f"recorded_{of_gpu}ns") >= LONG_NS)[f"{of_gpu}ratio"].drop_nulls()
+    gpu_prefix = "gpu_" if compared_ops["gpu_ratio"].is_not_null().any() else ""
+    long = compared_ops.filter(pl.col(f"recorded_{gpu_prefix}ns") >= LONG_NS)[f"{gpu_prefix}ratio"].drop_nulls()
     quantiles = [long.quantile(share, "linear") for share in (0.1, 0.5, 0.9)]
-    collectives = [_collectives(*pair, plan.groups) for pair in pairs]
-    whole = _together([_whole(*pair, each) for pair in pairs], WHOLE)
+    collectives = [_compare_collectives(*pair, plan.groups) for pair in pairs]
+    totals = _concatenate_frames([_compare_totals(*pair, compared_ops) for pair in pairs], TOTALS)
     not_run = [
-        of_rank.filter(pl.col("outcome") != RUN)
+        op_frame.filter(pl.col("outcome") != RUN)
         .group_by("rank", "outcome", "reason", "name", maintain_order=True)
         .agg(pl.first("text"), pl.len().alias("count"), pl.sum("recorded_ns"))
         .sort(-pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "name", "reason")
-        for of_rank in about
+        for op_frame in op_frames
     ]
     contents = [
         rank_plan.storages.filter("external")
@@ -290,7 +294,7 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
     ]
     beside_simulated = SIMULATED.to_frame()
     if simulated:
-        rows = simulated.ranks.join(whole.select("rank", "replayed_ns"), on="rank", maintain_order="left")
+        rows = simulated.ranks.join(totals.select("rank", "replayed_ns"), on="rank", maintain_order="left")
         difference = (pl.col("simulated_ns") - pl.col("replayed_ns")) / pl.col("replayed_ns")
         has_replayed = pl.when(pl.col("replayed_ns") > 0)
         beside_simulated = cast_to_schema(
@@ -302,14 +306,14 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
         torch=replayed.environment.get("torch"),
         device=replayed.device,
         pace=replayed.pace,
-        whole=whole,
-        coverage=_together([_coverage(of_rank) for of_rank in about], COVERAGE),
-        not_run=_together(not_run, NOT_RUN),
-        holes=_together([of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES),
-        ops=cast_to_schema(_by_name(each), OPS),
-        each=cast_to_schema(each, EACH),
-        collectives=_together(collectives, COLLECTIVES),
-        contents=_together(contents, CONTENTS),
+        whole=totals,
+        coverage=_concatenate_frames([_compute_coverage(op_frame) for op_frame in op_frames], COVERAGE),
+        not_run=_concatenate_frames(not_run, NOT_RUN),
+        holes=_concatenate_frames([of.holes.rename({"duration_ns": "recorded_ns"}) for of, _ in pairs], HOLES),
+        ops=cast_to_schema(_compare_by_name(compared_ops), OPS),
+        each=cast_to_schema(compared_ops, EACH),
+        collectives=_concatenate_frames(collectives, COLLECTIVES),
+        contents=_concatenate_frames(contents, CONTENTS),
         long_count=long.len(),
         long_ratios=(quantiles[0], quantiles[1], quantiles[2]) if long.len() else None,  # type: ignore[arg-type]
         environment=replayed.environment,
@@ -327,19 +331,19 @@ def compare_replay(plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSte
     return comparison
 
 
-def _together(frames: list[pl.DataFrame], columns: pl.Schema) -> pl.DataFrame:
+def _concatenate_frames(frames: list[pl.DataFrame], columns: pl.Schema) -> pl.DataFrame:
     return pl.concat([cast_to_schema(frame, columns) for frame in frames]) if frames else columns.to_frame()
 
 
-def _ratio(part: str, whole: str, name: str = "ratio") -> pl.Expr:
-    return pl.when(pl.col(whole) > 0).then(pl.col(part) / pl.col(whole)).alias(name)
+def _compute_ratio(part: str, total: str, name: str = "ratio") -> pl.Expr:
+    return pl.when(pl.col(total) > 0).then(pl.col(part) / pl.col(total)).alias(name)
 
 
-def _median_ns(column: str) -> pl.Expr:
+def _compute_median_ns(column: str) -> pl.Expr:
     return pl.col(column).list.median().round().cast(pl.Int64)
 
 
-def _about_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
+def _compare_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
     """The recorded ops of a rank, those that are left out too: columns of `EACH`, outcome, reason, text."""
     outcomes = [
         frame.select("op", outcome=pl.lit(outcome), reason=reason, text="text")
@@ -356,15 +360,15 @@ def _about_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
             on="tensor", how="inner", maintain_order="left",
         ).group_by("op", maintain_order=True).agg(pl.format("[{}]", "shape").str.join(" ").alias("shapes"))
     )  # fmt: skip
-    here = replayed.ops.select(
-        "op", _median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu_ns")
+    replayed_times = replayed.ops.select(
+        "op", _compute_median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu_ns")
     )
     ran = (
         plan.ops.filter(pl.col("node").is_not_null())
-        .with_columns(_median_ns("durations_ns").alias("recorded_ns"), pl.col("gpu_ns").alias("recorded_gpu_ns"))
+        .with_columns(_compute_median_ns("durations_ns").alias("recorded_ns"), pl.col("gpu_ns").alias("recorded_gpu_ns"))
         .join(shapes, on="op", how="left", maintain_order="left")
         .join(became, on="op", how="left", maintain_order="left", suffix="_here")
-        .join(here, on="op", how="left", maintain_order="left")
+        .join(replayed_times, on="op", how="left", maintain_order="left")
         .with_columns(pl.col("outcome").fill_null(RUN), pl.col("reason_here").alias("reason"),
                       pl.col("shapes").fill_null(""))
     )  # fmt: skip
@@ -373,9 +377,9 @@ def _about_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
     return pl.concat([ran.select(columns), left_out], how="diagonal_relaxed").select(columns)
 
 
-def _coverage(about: pl.DataFrame) -> pl.DataFrame:
+def _compute_coverage(op_frame: pl.DataFrame) -> pl.DataFrame:
     gpu = pl.col("recorded_gpu_ns")
-    parts = about.group_by("rank", "outcome", "reason").agg(
+    parts = op_frame.group_by("rank", "outcome", "reason").agg(
         pl.len().alias("count"), pl.sum("recorded_ns"), pl.when(gpu.is_not_null().any()).then(gpu.sum())
     )
     order = pl.col("outcome").cast(pl.Enum(OUTCOMES))
@@ -386,11 +390,11 @@ def _coverage(about: pl.DataFrame) -> pl.DataFrame:
     ).sort(order, -pl.col("recorded_ns"), -pl.col("count").cast(pl.Int64), "reason")
 
 
-def _by_name(each: pl.DataFrame) -> pl.DataFrame:
+def _compare_by_name(compared_ops: pl.DataFrame) -> pl.DataFrame:
     ratio = pl.col("ratio")
     on_both = pl.col("gpu_ratio").is_not_null()
     return (
-        each.group_by("name", "shapes")
+        compared_ops.group_by("name", "shapes")
         .agg(
             pl.len().alias("calls"),
             pl.sum("recorded_ns", "replayed_ns"),
@@ -399,49 +403,49 @@ def _by_name(each: pl.DataFrame) -> pl.DataFrame:
         )
         .with_columns(
             (pl.col("replayed_ns") - pl.col("recorded_ns")).alias("lost_ns"),
-            _ratio("replayed_ns", "recorded_ns"),
+            _compute_ratio("replayed_ns", "recorded_ns"),
             (pl.col("replayed_gpu_ns") - pl.col("recorded_gpu_ns")).alias("gpu_lost_ns"),
-            _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
+            _compute_ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
         )
         .sort(-pl.col("gpu_lost_ns").abs(), -pl.col("lost_ns").abs(), "name", "shapes", nulls_last=True)
     )
 
 
-def _whole(plan: RankPlan, replayed: RankReplayed, each: pl.DataFrame) -> pl.DataFrame:
+def _compare_totals(plan: RankPlan, replayed: RankReplayed, compared_ops: pl.DataFrame) -> pl.DataFrame:
     """One row; a plan of several steps is held against as many."""
     steps = max(plan.ops["step"].drop_nulls().n_unique(), 1)
-    of_rank = each.filter(rank=plan.rank)
-    timed = of_rank.select(pl.sum("recorded_ns", "replayed_ns"))
-    on_gpu = of_rank.drop_nulls("gpu_ratio")
+    rank_ops = compared_ops.filter(rank=plan.rank)
+    op_totals = rank_ops.select(pl.sum("recorded_ns", "replayed_ns"))
+    on_gpu = rank_ops.drop_nulls("gpu_ratio")
     recorded = plan.steps.select((pl.col("duration_ns", "cpu_ns").median() * steps).round().cast(pl.Int64))
     passes = pl.DataFrame({"wall": replayed.iteration_ns, "cpu": replayed.iteration_cpu_ns}, schema=_PASSES)
-    here = passes.select(pl.all().median().round().cast(pl.Int64))
+    medians = passes.select(pl.all().median().round().cast(pl.Int64))
     row = {
         "rank": plan.rank, "step_count": plan.steps.height, "pass_count": passes.height,
-        "recorded_ns": recorded["duration_ns"][0], "replayed_ns": here["wall"][0],
-        "recorded_cpu_ns": recorded["cpu_ns"][0], "replayed_cpu_ns": here["cpu"][0],
-        "recorded_ops_ns": timed["recorded_ns"][0], "replayed_ops_ns": timed["replayed_ns"][0],
+        "recorded_ns": recorded["duration_ns"][0], "replayed_ns": medians["wall"][0],
+        "recorded_cpu_ns": recorded["cpu_ns"][0], "replayed_cpu_ns": medians["cpu"][0],
+        "recorded_ops_ns": op_totals["recorded_ns"][0], "replayed_ops_ns": op_totals["replayed_ns"][0],
         "recorded_gpu_ns": on_gpu["recorded_gpu_ns"].sum() if on_gpu.height else None,
         "replayed_gpu_ns": on_gpu["replayed_gpu_ns"].sum() if on_gpu.height else None,
         "peak_bytes": replayed.peak_bytes,
     }  # fmt: skip
-    kept = {name: kind for name, kind in WHOLE.items() if not name.endswith("ratio")}
-    return pl.DataFrame([row], schema=kept).with_columns(
-        _ratio("replayed_ns", "recorded_ns"),
-        _ratio("replayed_cpu_ns", "recorded_cpu_ns", "cpu_ratio"),
-        _ratio("replayed_ops_ns", "recorded_ops_ns", "ops_ratio"),
-        _ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
+    stored_schema = {name: kind for name, kind in TOTALS.items() if not name.endswith("ratio")}
+    return pl.DataFrame([row], schema=stored_schema).with_columns(
+        _compute_ratio("replayed_ns", "recorded_ns"),
+        _compute_ratio("replayed_cpu_ns", "recorded_cpu_ns", "cpu_ratio"),
+        _compute_ratio("replayed_ops_ns", "recorded_ops_ns", "ops_ratio"),
+        _compute_ratio("replayed_gpu_ns", "recorded_gpu_ns", "gpu_ratio"),
     )
 
 
 _PASSES = {"wall": pl.Int64, "cpu": pl.Int64}
 
 
-def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -> pl.DataFrame:
+def _compare_collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -> pl.DataFrame:
     """A collective and the waits for it are one."""
-    of_item = plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)
+    item_bytes = plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)
     elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
-    sizes = plan.tensors.select("tensor", (elements * of_item).alias("size"))
+    sizes = plan.tensors.select("tensor", (elements * item_bytes).alias("size"))
     moved = (
         plan.uses()
         .join(sizes, on="tensor", how="left")
@@ -451,17 +455,20 @@ def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -
             pl.col("size").filter("made").sum().alias("out_bytes"),
         )
     )
-    here = replayed.ops.select(
-        "op", _median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu")
+    replayed_times = replayed.ops.select(
+        "op", _compute_median_ns("durations_ns").alias("replayed_ns"), pl.col("gpu_ns").alias("replayed_gpu")
     )
     sides = ["recorded_ns", "replayed_ns", "recorded_gpu", "replayed_gpu"]
     on_gpu = pl.col("recorded_gpu").is_not_null() & pl.col("replayed_gpu").is_not_null()
     times = (
         plan.ops.filter(pl.col("action").is_in([COLLECTIVE, WAIT]))
         .select(
-            "op", "collective", _median_ns("durations_ns").alias("recorded_ns"), pl.col("gpu_ns").alias("recorded_gpu")
+            "op",
+            "collective",
+            _compute_median_ns("durations_ns").alias("recorded_ns"),
+            pl.col("gpu_ns").alias("recorded_gpu"),
         )
-        .join(here, on="op", how="left")
+        .join(replayed_times, on="op", how="left")
         .group_by("collective")
         .agg(*(pl.when(pl.col(side).is_not_null().any()).then(pl.sum(side)) for side in sides))
         .select(
@@ -474,7 +481,7 @@ def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -
         )
     )
     ranks = groups.select(pl.col("name").alias("group"), pl.col("ranks").list.len().cast(pl.Int32).alias("group_size"))
-    calls = with_sizes(
+    calls = add_sizes(
         plan.collectives.join(times, on="collective", how="left", maintain_order="left")
         .join(moved, on="op", how="left", maintain_order="left")
         .join(ranks, on="group", how="left", maintain_order="left")
@@ -490,7 +497,7 @@ def _collectives(plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame) -
     return (
         calls.group_by("rank", "kind", "group", "group_size", "asynchronous", "size_bytes", "bus_factor", "on_gpu")
         .agg(pl.len().alias("count"), pl.median("recorded_ns", "replayed_ns").round().cast(pl.Int64))
-        .with_columns(_ratio("replayed_ns", "recorded_ns"), *bandwidths)
+        .with_columns(_compute_ratio("replayed_ns", "recorded_ns"), *bandwidths)
         .with_columns(pl.when(ends_with_call).then("ratio").alias("ratio"))
         .sort(-pl.col("replayed_ns") * pl.col("count").cast(pl.Int64), "kind", "group", "size_bytes", nulls_last=True)
     )

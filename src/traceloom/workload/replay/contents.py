@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Shape = list[int]
 
 
-class Demand(NamedTuple):
+class Constraint(NamedTuple):
     """What a storage must hold.
 
     Attributes:
@@ -49,21 +49,21 @@ class Demand(NamedTuple):
     high: int | None = None
     besides: int | None = None
 
-    def and_also(self, other: Demand | None) -> Demand:
+    def and_also(self, other: Constraint | None) -> Constraint:
         """What meets both."""
         if other is None or other == self:
             return self
-        content = min(self.content, other.content, key=_STRICTEST.index)
+        content = min(self.content, other.content, key=_STRICTEST_FIRST.index)
         if content == "lengths":
             return self if self.content == content else other
         low = max(demand.low + (demand.content == "positive") for demand in (self, other))
         highs = [demand.high for demand in (self, other) if demand.high is not None]
         besides = self.besides if self.besides == other.besides else None
-        return Demand(content, low, max(min(highs), 0) if highs else None, besides)
+        return Constraint(content, low, max(min(highs), 0) if highs else None, besides)
 
     def allows(self, values: Array) -> bool:
         """Whether recorded integers lie within its bounds."""
-        high = _MOST if self.high is None or self.content == "lengths" else self.high
+        high = _MAX_INTEGER if self.high is None or self.content == "lengths" else self.high
         low = 0 if self.content == "lengths" else self.low
         return bool((((values >= low) & (values <= high)) | (values == self.besides)).all())
 
@@ -82,11 +82,11 @@ class RecordedIntegers(NamedTuple):
     values: Array | None = None
 
 
-_MOST = 2**63 - 1
-_STRICTEST = ("lengths", "offsets", "integers", "zeros", "probability", "positive")
-_POSITIVE = Demand("positive")
-_PROBABILITY = Demand("probability")
-_ZEROS = Demand("zeros")
+_MAX_INTEGER = 2**63 - 1
+_STRICTEST_FIRST = ("lengths", "offsets", "integers", "zeros", "probability", "positive")
+_POSITIVE = Constraint("positive")
+_PROBABILITY = Constraint("probability")
+_ZEROS = Constraint("zeros")
 
 
 @dataclass(slots=True)
@@ -122,46 +122,46 @@ class _Use:
         numbers = self.call.inputs.get(name)
         return self.shapes[numbers[0]] if numbers else []
 
-    def length(self, of: str, dim: int | str) -> int | None:
+    def length(self, argument_name: str, dim: int | str) -> int | None:
         """Length of a dimension, or of the one that an argument names."""
-        shape = self.shape(of)
-        at = self.call.values.get(dim, 0) if isinstance(dim, str) else dim
-        return shape[at] if isinstance(at, int) and -len(shape) <= at < len(shape) else None
+        shape = self.shape(argument_name)
+        dim_index = self.call.values.get(dim, 0) if isinstance(dim, str) else dim
+        return shape[dim_index] if isinstance(dim_index, int) and -len(shape) <= dim_index < len(shape) else None
 
 
 # How many values an index may have, by op: the argument that holds it, and how many there are.
 _Count = Callable[[_Use], int | None]
 
 
-def _along(of: str, dim: int | str) -> _Count:
-    return lambda use: use.length(of, dim)
+def _count_along(argument_name: str, dim: int | str) -> _Count:
+    return lambda use: use.length(argument_name, dim)
 
 
-def _whole(of: str, last: int = 0) -> _Count:
+def _count_elements(argument_name: str, last: int = 0) -> _Count:
     """All elements of a tensor, or those of its last dimensions."""
-    return lambda use: prod(use.shape(of)[-last:])
+    return lambda use: prod(use.shape(argument_name)[-last:])
 
 
 _LIMITS: dict[str, tuple[str, _Count]] = {
-    "embedding": ("indices", _along("weight", 0)),
-    "embedding_renorm": ("indices", _along("self", 0)),
-    "embedding_bag": ("indices", _along("weight", 0)),
-    "_embedding_bag": ("indices", _along("weight", 0)),
-    "_embedding_bag_forward_only": ("indices", _along("weight", 0)),
-    "take": ("index", _whole("self")),
-    "put": ("index", _whole("self")),
-    "take_along_dim": ("indices", _along("self", "dim")),
-    "gather_backward": ("index", _along("self", "dim")),
+    "embedding": ("indices", _count_along("weight", 0)),
+    "embedding_renorm": ("indices", _count_along("self", 0)),
+    "embedding_bag": ("indices", _count_along("weight", 0)),
+    "_embedding_bag": ("indices", _count_along("weight", 0)),
+    "_embedding_bag_forward_only": ("indices", _count_along("weight", 0)),
+    "take": ("index", _count_elements("self")),
+    "put": ("index", _count_elements("self")),
+    "take_along_dim": ("indices", _count_along("self", "dim")),
+    "gather_backward": ("index", _count_along("self", "dim")),
     "one_hot": ("self", lambda use: use.given[0][-1] if use.given and use.given[0] else None),
     "bincount": ("self", lambda use: use.given[0][0] if use.given and use.given[0] else None),
     "max_unpool2d": ("indices", lambda use: prod(use.call.values["output_size"])),
     "max_unpool3d": ("indices", lambda use: prod(use.call.values["output_size"])),
-    "max_pool2d_with_indices_backward": ("indices", _whole("self", 2)),
-    "max_pool3d_with_indices_backward": ("indices", _whole("self", 3)),
+    "max_pool2d_with_indices_backward": ("indices", _count_elements("self", 2)),
+    "max_pool3d_with_indices_backward": ("indices", _count_elements("self", 3)),
 }
 _LIMITS |= dict.fromkeys(
     ("index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter", "scatter_add",
-     "scatter_reduce"), ("index", _along("self", "dim")),
+     "scatter_reduce"), ("index", _count_along("self", "dim")),
 )  # fmt: skip
 _LIMITS |= dict.fromkeys(
     ("embedding_backward", "embedding_dense_backward", "embedding_sparse_backward", "_embedding_bag_backward",
@@ -199,7 +199,9 @@ _COPIES = frozenset({
     "_unique2", "contiguous", "reshape", "flatten", "_copy_from", "cuda", "cpu", "type_as", "expand", "view",
     "masked_scatter", "_cast_Long", "_cast_Int", "flatten_dense_tensors", "unflatten_dense_tensors", "fill",
 })  # fmt: skip
-_SAME = frozenset({"clone", "_to_copy", "to", "contiguous", "cuda", "cpu", "pin_memory", "_pin_memory", "lift_fresh"})
+_IDENTITY_OPS = frozenset(
+    {"clone", "_to_copy", "to", "contiguous", "cuda", "cpu", "pin_memory", "_pin_memory", "lift_fresh"}
+)
 _COPIED = ("self", "src", "source", "tensors", "values", "value", "input", "other", "flat")
 _EXCHANGES = frozenset({"broadcast", "all_gather", "all_to_all", "gather", "scatter"})
 # What they give is positive if what they take is.
@@ -216,11 +218,11 @@ _PRODUCTS = {
     ("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose2d"), ("input", "weight", None),
 )  # fmt: skip
 # They change what a tensor says of itself, not what its storage holds.
-_OF_THE_TENSOR = frozenset({
+_METADATA_OPS = frozenset({
     "detach", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "as_strided", "requires_grad", "resize", "set",
 })  # fmt: skip
 _NAMED = _POSITIVE_NAMES | _OFFSETS.keys()
-_DEMANDING = _LIMITS.keys() | _POSITIVE_OPS | _PROBABILITY_OPS.keys() | {
+_CONSTRAINED_OPS = _LIMITS.keys() | _POSITIVE_OPS | _PROBABILITY_OPS.keys() | {
     "index", "index_put", "_index_put_impl", "floor_divide", "remainder", "fmod", "div", "normal", "pow",
     "repeat_interleave", "segment_reduce", "_pack_padded_sequence",
 }  # fmt: skip
@@ -229,7 +231,7 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "n
 
 
 def settle_contents(
-    plan: RankPlan, seen: Mapping[int, Mapping[int, RecordedIntegers]] | None = None
+    plan: RankPlan, recorded_integers: Mapping[int, Mapping[int, RecordedIntegers]] | None = None
 ) -> tuple[RankPlan, int]:
     """Settle what external storages hold.
 
@@ -238,31 +240,39 @@ def settle_contents(
 
     Args:
         plan: The plan of a rank.
-        seen: What integer tensors held, by node and number of the tensor among its inputs, where that is recorded.
+        recorded_integers: What integer tensors held, by node and number of the tensor among its inputs, where that is recorded.
 
     Returns:
         The plan, with columns `content`, `low`, `high` and `evidence` of its storages and the frame `data` filled; and
         how many tensors were left out of that because they held what their ops must not be given.
     """
-    finder = _Finder(plan)
+    finder = _ConstraintFinder(plan)
     unwritten = finder.unwritten()
     if unwritten:
-        plan = _made_external(plan, unwritten)
+        plan = _mark_external(plan, unwritten)
         finder.external = plan.storages["external"].to_list()
     finder.look()
-    ranges, data, refused = finder.recorded(seen or {})
-    held = {finder.storage[tensor] for tensor in data}
+    ranges, data, refused = finder.recorded(recorded_integers or {})
+    data_storages = {finder.storage[tensor] for tensor in data}
     first = plan.tensors.group_by("storage", maintain_order=True).first()
-    about = {storage: (dtype, shape) for storage, dtype, shape in first.select("storage", "dtype", "shape").iter_rows()}
+    first_tensors = {
+        storage: (dtype, shape) for storage, dtype, shape in first.select("storage", "dtype", "shape").iter_rows()
+    }
     rows = [
-        finder.settled(storage, *about.get(storage, ("uint8", [0])), ranges.get(storage)) if outside else (None,) * 4
-        for storage, outside in enumerate(finder.external)
+        finder.settled(storage, *first_tensors.get(storage, ("uint8", [0])), ranges.get(storage))
+        if is_external
+        else (None,) * 4
+        for storage, is_external in enumerate(finder.external)
     ]
-    for storage in held:
+    for storage in data_storages:
         rows[storage] = ("data", *rows[storage][1:3], "data")
     columns = ("content", "low", "high", "evidence")
     within = [
-        (content, *(None if end is None else max(-_MOST, min(end, _MOST)) for end in (low, high)), evidence)
+        (
+            content,
+            *(None if end is None else max(-_MAX_INTEGER, min(end, _MAX_INTEGER)) for end in (low, high)),
+            evidence,
+        )
         for content, low, high, evidence in rows
     ]
     settled = pl.DataFrame(within, schema={name: plan.storages.schema[name] for name in columns}, orient="row")
@@ -273,25 +283,25 @@ def settle_contents(
     return replace(plan, storages=plan.storages.with_columns(settled.get_columns()), data=dumped), refused
 
 
-def _made_external(plan: RankPlan, storages: set[int]) -> RankPlan:
+def _mark_external(plan: RankPlan, storages: set[int]) -> RankPlan:
     """The plan with storages that come from outside; the ops that allocated them still do, and nobody uses that."""
-    outside = plan.storages["storage"].is_in(list(storages))
+    is_external = plan.storages["storage"].is_in(list(storages))
     tensors = plan.tensors.filter(pl.col("storage").is_in(list(storages)))["tensor"].implode()
     allocates = pl.col("name").str.strip_prefix("aten::").is_in(list(_EMPTY))
     elsewhere = pl.col("outputs").list.eval(pl.when(~pl.element().is_in(tensors)).then(pl.element()))
     return replace(
         plan,
         ops=plan.ops.with_columns(pl.when(allocates).then(elsewhere).otherwise("outputs").alias("outputs")),
-        storages=plan.storages.with_columns(external=plan.storages["external"] | outside),
+        storages=plan.storages.with_columns(external=plan.storages["external"] | is_external),
     )
 
 
-class _Finder:
+class _ConstraintFinder:
     """Looks at the ops of a plan for what they demand of storages."""
 
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
-        self.demands: dict[int, Demand] = {}
+        self.demands: dict[int, Constraint] = {}
         self.weights: dict[int, int] = {}
         self.storage = plan.tensors["storage"].to_list()
         self.shapes: list[Shape] = plan.tensors["shape"].to_list()
@@ -342,7 +352,7 @@ class _Finder:
         return "floats", None, None, "guess"
 
     def recorded(
-        self, seen: Mapping[int, Mapping[int, RecordedIntegers]]
+        self, recorded_integers: Mapping[int, Mapping[int, RecordedIntegers]]
     ) -> tuple[dict[int, tuple[int, int]], dict[int, Array], int]:
         """What is recorded of external storages before anything writes to them.
 
@@ -355,20 +365,20 @@ class _Finder:
         written: set[int] = set()
         copied: dict[int, int] = {}  # from another register, whose content is the same
         for node, (_, call_row, _, inputs, outputs) in (
-            zip(self.plan.ops["node"], self.ops, strict=True) if seen else ()
+            zip(self.plan.ops["node"], self.ops, strict=True) if recorded_integers else ()
         ):
-            here = seen.get(node, {})
+            node_integers = recorded_integers.get(node, {})
             call = None if call_row is None else self.calls[call_row]
-            mutated = set() if call is None else _mutated(call)
+            mutated = set() if call is None else _find_mutated(call)
             for number, tensor in enumerate(inputs):
                 source = copied.get(tensor, tensor)
                 storage = self.storage[source]
                 if (
-                    number not in here or number in mutated or not self.external[storage]
+                    number not in node_integers or number in mutated or not self.external[storage]
                     or {storage, self.storage[tensor]} & written
                 ):  # fmt: skip
                     continue
-                low, high, values = here[number]
+                low, high, values = node_integers[number]
                 before = ranges.get(storage, (low, high))
                 demand = self.demands.get(storage)
                 if values is not None and demand is not None and not demand.allows(values):
@@ -378,10 +388,10 @@ class _Finder:
                 if values is not None:
                     data.setdefault(source, values)
             written |= {self.storage[inputs[number]] for number in mutated if number < len(inputs)}
-            if call is not None and call.base in _SAME and inputs and outputs and outputs[0] is not None:
-                source, made = inputs[0], outputs[0]
-                if (self.shapes[source], self.dtypes[source]) == (self.shapes[made], self.dtypes[made]):
-                    copied[made] = copied.get(source, source)
+            if call is not None and call.base in _IDENTITY_OPS and inputs and outputs and outputs[0] is not None:
+                source, output = inputs[0], outputs[0]
+                if (self.shapes[source], self.dtypes[source]) == (self.shapes[output], self.dtypes[output]):
+                    copied[output] = copied.get(source, source)
         return ranges, data, refused
 
     def unwritten(self) -> set[int]:
@@ -395,9 +405,11 @@ class _Finder:
                 fresh -= touched
                 fresh -= {self.storage[tensor] for tensor in outputs if tensor is not None}
             elif touched and not _GEOMETRY_ONLY.search(call.schema.name):
-                written = {self.storage[inputs[number]] for number in _mutated(call)}
-                made = {self.storage[tensor] for tensor in outputs if tensor is not None}
-                if written or not made or not made <= touched:  # else it is a view, or changes the tensor alone
+                written = {self.storage[inputs[number]] for number in _find_mutated(call)}
+                output_storages = {self.storage[tensor] for tensor in outputs if tensor is not None}
+                if (
+                    written or not output_storages or not output_storages <= touched
+                ):  # else it is a view, or changes the tensor alone
                     out |= touched - written
                     fresh -= touched
             if call is not None and call.schema.name in _EMPTY:
@@ -425,19 +437,19 @@ class _Finder:
                 [self.dtypes[row] for row in inputs],
                 [self.shapes[row] for row in outputs if row is not None],
             )
-            for number, demand in _demands(use):
+            for number, demand in _find_constraints(use):
                 self.pass_on(demand, [inputs[number]])
 
-    def demanded_of(self, tensors: Iterable[int | None]) -> Demand | None:
+    def demanded_of(self, tensors: Iterable[int | None]) -> Constraint | None:
         """What is demanded of all these tensors together."""
-        out: Demand | None = None
+        out: Constraint | None = None
         for tensor in tensors:
             demand = None if tensor is None else self.demands.get(self.storage[tensor])
             if demand is not None:
                 out = demand.and_also(out)
         return out
 
-    def pass_on(self, demand: Demand | None, tensors: Iterable[int]) -> None:
+    def pass_on(self, demand: Constraint | None, tensors: Iterable[int]) -> None:
         if demand is not None:
             for tensor in tensors:
                 storage = self.storage[tensor]
@@ -455,17 +467,17 @@ class _Finder:
             if name not in {"tensor1", "tensor2"} or factors[0] != factors[1]:
                 self.pass_on(_POSITIVE, self.rows_of(call, name, inputs))
 
-    def shifted(self, call: _NamedCall, demanded: Demand, inputs: list[int]) -> None:
+    def shifted(self, call: _NamedCall, demanded: Constraint, inputs: list[int]) -> None:
         """Of an index that something is added to or subtracted from: two tensors share what there is."""
         if demanded.high is None:
             return
         other = self.rows_of(call, "other", inputs)
         if other and self.shapes[other[0]]:
-            self.pass_on(Demand("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs)
+            self.pass_on(Constraint("integers", demanded.low, max(demanded.high // 2, demanded.low)), inputs)
             return
         number = call.values.get("other")
-        by = _SHIFTS[call.base] * (number if isinstance(number, int) else 1)
-        bounds = Demand("integers", max(demanded.low - by, 0), max(demanded.high - by, 0))
+        offset = _SHIFTS[call.base] * (number if isinstance(number, int) else 1)
+        bounds = Constraint("integers", max(demanded.low - offset, 0), max(demanded.high - offset, 0))
         self.pass_on(bounds, self.rows_of(call, "self", inputs))
 
     def rows_of(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
@@ -474,8 +486,8 @@ class _Finder:
 
     def note_product(self, call: _NamedCall, inputs: list[int]) -> None:
         """Note by what something is multiplied; the first product of a tensor decides."""
-        left, right, dim = _PRODUCTS[call.base]
-        for tensor in self.rows_of(call, left, inputs):
+        left_name, right, dim = _PRODUCTS[call.base]
+        for tensor in self.rows_of(call, left_name, inputs):
             self.weights.pop(self.storage[tensor], None)
         for tensor in self.rows_of(call, right, inputs):
             shape = self.shapes[tensor]
@@ -483,7 +495,7 @@ class _Finder:
                 self.weights[self.storage[tensor]] = prod(shape[1:]) if dim is None else shape[dim]
 
 
-def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
+def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
     """What an op demands of its inputs: number of the input, and what it must hold."""
     call = use.call
     inputs, base = call.inputs, call.base
@@ -492,7 +504,7 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
         limit = count(use)
         for number in inputs.get(name, ()):
             if limit and not use.dtypes[number].startswith(("float", "bfloat")):
-                yield number, Demand("integers", 0, limit - 1, call.values.get("ignore_index"))
+                yield number, Constraint("integers", 0, limit - 1, call.values.get("ignore_index"))
     elif base in {"index", "index_put", "_index_put_impl"}:
         # Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it has.
         shape, dim = use.shape("self"), 0
@@ -502,7 +514,7 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
                 dim += len(use.shapes[index])
                 continue
             if index is not None and dim < len(shape):
-                yield index, Demand("integers", 0, max(shape[dim] - 1, 0))
+                yield index, Constraint("integers", 0, max(shape[dim] - 1, 0))
             dim += 1
     elif base in _POSITIVE_OPS:
         yield from ((number, _POSITIVE) for name in ("self", "other") for number in inputs.get(name, ()))
@@ -515,7 +527,7 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
     elif base == "segment_reduce":
         total = use.length("data", "axis") or 0
         for number in inputs.get("lengths", ()):
-            yield number, Demand("lengths", -(-total // max(prod(use.shapes[number]), 1)), total)
+            yield number, Constraint("lengths", -(-total // max(prod(use.shapes[number]), 1)), total)
     elif base == "pow":
         exponent = call.values.get("exponent")
         if isinstance(exponent, float) and not exponent.is_integer():
@@ -525,17 +537,21 @@ def _demands(use: _Use) -> Iterator[tuple[int, Demand]]:
             for number in inputs.get(name, ()):
                 total = use.given[0][0]  # the steps of the longest sequence are the second of what packing returns
                 longest = use.given[1][0] if len(use.given) > 1 else -(-total // max(prod(use.shapes[number]), 1))
-                yield number, Demand("lengths", longest, total)
+                yield number, Constraint("lengths", longest, total)
     for name in _NAMED & inputs.keys():
         for number in inputs[name]:
             if name in _POSITIVE_NAMES:
                 yield number, _POSITIVE
             else:
                 # Ascending positions; the last one is the end itself where the op wants it so, or a start.
-                end = prod(next((use.shape(of) for of in _OFFSETS[name] if of in inputs), [])[:1])
+                end = prod(
+                    next((use.shape(argument_name) for argument_name in _OFFSETS[name] if argument_name in inputs), [])[
+                        :1
+                    ]
+                )
                 positions = prod(use.shapes[number])
                 has_end = call.values.get("include_last_offset") or "offsets" not in inputs
-                yield number, Demand("offsets", 0, end if has_end or positions == 0 else end - -(-end // positions))
+                yield number, Constraint("offsets", 0, end if has_end or positions == 0 else end - -(-end // positions))
 
 
 _BASE = re.compile(r"^(?:_foreach_)?(.*?)_?$")
@@ -547,30 +563,30 @@ def _call(schema: str, arguments: str) -> _NamedCall | None:
         values = msgspec.json.decode(arguments)
     except (UnreadableSchemaError, msgspec.DecodeError):
         return None
-    named = dict(zip((argument.name for argument in parsed.arguments), values, strict=False))
-    inputs = {name: numbers for name, value in named.items() if (numbers := list(_numbers(value)))}
+    values_by_name = dict(zip((argument.name for argument in parsed.arguments), values, strict=False))
+    inputs = {name: numbers for name, value in values_by_name.items() if (numbers := list(_list_inputs(value)))}
     base = _BASE.sub(r"\1", parsed.name)
-    return _NamedCall(parsed, base, named, inputs, base in _DEMANDING or bool(_NAMED & inputs.keys()))
+    return _NamedCall(parsed, base, values_by_name, inputs, base in _CONSTRAINED_OPS or bool(_NAMED & inputs.keys()))
 
 
-def _numbers(value: Any) -> Iterator[int]:
+def _list_inputs(value: Any) -> Iterator[int]:
     """Numbers of the inputs that stand in a value."""
     if isinstance(value, list):
         for part in value:
-            yield from _numbers(part)
+            yield from _list_inputs(part)
     elif isinstance(value, dict) and isinstance(number := value.get("tensor", value.get("storage")), int):
         yield number
 
 
-def _mutated(call: _NamedCall) -> set[int]:
+def _find_mutated(call: _NamedCall) -> set[int]:
     """Numbers of the inputs whose storages a call writes to."""
     arguments = call.schema.arguments
-    if call.base in _OF_THE_TENSOR:
+    if call.base in _METADATA_OPS:
         return set()
-    return {number for at in call.schema.mutates for number in call.inputs.get(arguments[at].name, ())}
+    return {number for index in call.schema.mutates for number in call.inputs.get(arguments[index].name, ())}
 
 
-def filled(
+def generate_content(
     elements: int, dtype: torch.dtype, content: str, low: int | None = None, high: int | None = None, *, seed: int
 ) -> torch.Tensor:
     """A flat tensor on the host.
@@ -589,11 +605,11 @@ def filled(
 
     block = 1_000_003  # many are repeated, which is much faster; a prime, so that no rows of a matrix are equal
     if elements > block and content not in {"zeros", "offsets", "lengths"}:
-        whole = torch.empty(elements, dtype=dtype)
-        part = filled(block, dtype, content, low, high, seed=seed)
+        tiled = torch.empty(elements, dtype=dtype)
+        part = generate_content(block, dtype, content, low, high, seed=seed)
         for start in range(0, elements, block):
-            whole[start : start + block] = part[: elements - start]
-        return whole
+            tiled[start : start + block] = part[: elements - start]
+        return tiled
     random = torch.Generator().manual_seed(seed)
     low = low or 0
     high = low if high is None else max(low, high)
@@ -607,8 +623,8 @@ def filled(
         lengths[:1] = low if elements > 1 else high
         return lengths.to(dtype)
     if content == "integers":
-        most = 2**63 - 1 if dtype == torch.int64 else 2**31
-        return torch.randint(low, min(high, most - 1) + 1, (elements,), generator=random).to(dtype)
+        max_value = 2**63 - 1 if dtype == torch.int64 else 2**31
+        return torch.randint(low, min(high, max_value - 1) + 1, (elements,), generator=random).to(dtype)
     if dtype.is_complex:
         return torch.randn(elements, generator=random, dtype=torch.complex64).to(dtype)
     if not dtype.is_floating_point:

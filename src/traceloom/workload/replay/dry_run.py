@@ -17,10 +17,10 @@ import polars as pl
 from msgspec import Struct
 from msgspec.structs import replace
 
-from traceloom.workload.replay.binding import KEEPS_MEMORY, Bound, Unbindable, bind, need_torch
+from traceloom.workload.replay.binding import RECORD_STREAM, BindError, BoundCall, bind_call, require_torch
 from traceloom.workload.replay.kernels import KERNEL_REASONS
 from traceloom.workload.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
-from traceloom.workload.replay.script import flat
+from traceloom.workload.replay.script import flatten_values
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ class RankDryRun(Struct, frozen=True):
     @property
     def fits(self) -> bool:
         """Whether all that could be looked at is as recorded."""
-        return not self.wrong and not any(left.reason == FAILS for left in self.left)
+        return not self.wrong and not any(skipped.reason == FAILS for skipped in self.left)
 
 
 def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankDryRun]:
@@ -123,19 +123,21 @@ def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankD
         InputError: `no-torch`.
         UsageError: `no-such-module`.
     """
-    need_torch()
-    from traceloom.workload.replay.running import import_ops
+    require_torch()
+    from traceloom.workload.replay.running import import_custom_ops
 
-    further = import_ops(imports)
+    extra_namespaces = import_custom_ops(imports)
     guessed = {notice.rank for notice in plan.notices if notice.slug == GUESSED_STRIDES}
     return {
-        rank: dry_run_rank(rank_plan, strides=rank not in guessed, recorded=plan.torch, further=further)
+        rank: dry_run_rank(
+            rank_plan, strides=rank not in guessed, recorded=plan.torch, extra_namespaces=extra_namespaces
+        )
         for rank, rank_plan in plan.ranks.items()
     }
 
 
 def dry_run_rank(
-    plan: RankPlan, *, strides: bool = True, recorded: str | None = None, further: frozenset[str] = frozenset()
+    plan: RankPlan, *, strides: bool = True, recorded: str | None = None, extra_namespaces: frozenset[str] = frozenset()
 ) -> RankDryRun:
     """Run the ops of one rank on meta tensors.
 
@@ -143,14 +145,14 @@ def dry_run_rank(
         plan: What is run.
         strides: Whether strides were recorded.
         recorded: Version of PyTorch that ran the workload.
-        further: Namespaces that are allowed besides; see `traceloom.workload.replay.schema`.
+        extra_namespaces: Namespaces that are allowed besides; see `traceloom.workload.replay.schema`.
     """
     ops = plan.ops.filter(pl.col("action") != VIEW).with_columns(
         pl.col("durations_ns").list.median().alias("duration_ns")
     )
-    outcomes = _Outcomes(plan, strides=strides, recorded=recorded, further=further)
+    outcomes = _Outcomes(plan, strides=strides, recorded=recorded, further=extra_namespaces)
     reasons = [outcomes.of(row) for row in ops.iter_rows(named=True)]
-    about = pl.DataFrame(
+    op_outcomes = pl.DataFrame(
         {"name": ops["name"], "duration_ns": ops["duration_ns"], "outcome": reasons},
         schema_overrides={"outcome": pl.List(pl.String)},
     ).select(
@@ -166,9 +168,9 @@ def dry_run_rank(
     out = plan.left_out.select(
         "name", pl.col("duration_ns").cast(pl.Float64), "reason", "text", covered=pl.lit(value=False)
     )
-    whole = pl.concat([about, out])
-    left = (
-        whole.filter(pl.col("reason").is_not_null())
+    all_ops = pl.concat([op_outcomes, out])
+    skipped = (
+        all_ops.filter(pl.col("reason").is_not_null())
         .group_by("name", "reason", maintain_order=True)
         .agg(
             pl.col("text").first(),
@@ -177,17 +179,17 @@ def dry_run_rank(
         )
         .sort("duration_ns", "count", descending=True, nulls_last=True, maintain_order=True)
     )
-    timed = whole["duration_ns"].is_not_null().any()
+    has_times = all_ops["duration_ns"].is_not_null().any()
     return RankDryRun(
         rank=plan.rank,
-        ops=whole.height,
-        covered=int(whole["covered"].sum()),
+        ops=all_ops.height,
+        covered=int(all_ops["covered"].sum()),
         looked_at=outcomes.looked_at,
-        duration_ns=round(whole["duration_ns"].sum()) if timed else None,
-        covered_ns=round(whole.filter("covered")["duration_ns"].sum()) if timed else None,
-        left=tuple(LeftOp(*row) for row in left.iter_rows()),
+        duration_ns=round(all_ops["duration_ns"].sum()) if has_times else None,
+        covered_ns=round(all_ops.filter("covered")["duration_ns"].sum()) if has_times else None,
+        left=tuple(LeftOp(*row) for row in skipped.iter_rows()),
         wrong=tuple(outcomes.wrong_outputs()),
-        refused=tuple(ops.filter(about["reason"] == FAILS)["node"].drop_nulls()),
+        refused=tuple(ops.filter(op_outcomes["reason"] == FAILS)["node"].drop_nulls()),
         peak_bytes={
             str(device): plan.peak_bytes(storages)
             for (device,), storages in plan.storages.group_by("device", maintain_order=True)
@@ -213,7 +215,7 @@ class _Outcomes:
         )
         self._geometries = geometry.rows()
         self._alike = geometry.select(pl.struct(pl.all()).rank("dense")).to_series().to_list()
-        self._bound: dict[tuple[int, str], Bound | tuple[str, str]] = {}
+        self._bound: dict[tuple[int, str], BoundCall | tuple[str, str]] = {}
         self._outcome: dict[Any, tuple[str, str] | None] = {}
         self._wrong: dict[Any, list[WrongOutput]] = {}
         self._calls: Counter[Any] = Counter()
@@ -221,7 +223,7 @@ class _Outcomes:
     def of(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why an op is not looked at or not run; None where it gives what was recorded, or nothing."""
         call = row["call"]
-        if row["action"] in {COLLECTIVE, WAIT} or row["name"] == KEEPS_MEMORY:
+        if row["action"] in {COLLECTIVE, WAIT} or row["name"] == RECORD_STREAM:
             return None
         if call is None or call in self._kernels:
             reason = row["reason"] or STAND_IN
@@ -246,13 +248,13 @@ class _Outcomes:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         compared = self._call(row, META)
-        if _trust(compared) > 1:
+        if _get_trust_order(compared) > 1:
             with FakeTensorMode(allow_fallback_kernels=False):
-                compared = min(compared, self._call(row, CPU), key=_trust)
+                compared = min(compared, self._call(row, CPU), key=_get_trust_order)
         tensors = [*row["inputs"], *(output for output in row["outputs"] if output is not None)]
-        if _trust(compared) > 1 and sum(self._geometries[tensor][-1] for tensor in tensors) <= _SMALL_BYTES:
+        if _get_trust_order(compared) > 1 and sum(self._geometries[tensor][-1] for tensor in tensors) <= _SMALL_BYTES:
             on_zeros = self._call(row, CPU)  # which may not be what it needs: only a right answer says anything
-            compared = compared if _trust(on_zeros) else on_zeros
+            compared = compared if _get_trust_order(on_zeros) else on_zeros
         return compared
 
     def _call(self, row: Mapping[str, Any], device: str) -> _Compared:
@@ -266,11 +268,11 @@ class _Outcomes:
             for tensor in row["inputs"]:
                 shape, strides, offset, name, size = self._geometries[tensor]
                 kind: torch.dtype = getattr(torch, name)
-                room = torch.zeros(-(-size // kind.itemsize), dtype=kind, device=device)
-                inputs.append(room.as_strided(shape, strides, offset))
+                storage = torch.zeros(-(-size // kind.itemsize), dtype=kind, device=device)
+                inputs.append(storage.as_strided(shape, strides, offset))
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                values = list(flat(bound(inputs)))
+                values = list(flatten_values(bound(inputs)))
         except Exception as error:  # noqa: BLE001  (any op may raise anything; it is said)
             return self._why(row["call"], error), []
         wrong = []
@@ -278,12 +280,12 @@ class _Outcomes:
             if tensor is None:
                 continue
             shape, strides, _, dtype, _ = self._geometries[tensor]
-            recorded, here = self._in_words(dtype, shape, strides), ""
+            recorded, actual = self._in_words(dtype, shape, strides), ""
             value = values[number] if number < len(values) else None
             if isinstance(value, torch.Tensor):
-                here = self._in_words(str(value.dtype).removeprefix("torch."), value.shape, value.stride())
-            if recorded != here:
-                wrong.append(WrongOutput(row["op"], row["node"], row["name"], number, recorded, here, 0))
+                actual = self._in_words(str(value.dtype).removeprefix("torch."), value.shape, value.stride())
+            if recorded != actual:
+                wrong.append(WrongOutput(row["op"], row["node"], row["name"], number, recorded, actual, 0))
         return None, wrong
 
     def wrong_outputs(self) -> Iterator[WrongOutput]:
@@ -292,23 +294,25 @@ class _Outcomes:
             for wrong in several:
                 yield replace(wrong, count=self._calls[key])
 
-    def _bind(self, call: int, device: str) -> Bound | tuple[str, str]:
+    def _bind(self, call: int, device: str) -> BoundCall | tuple[str, str]:
         if (call, device) not in self._bound:
             schema, arguments = self.plan.calls.select("schema", "arguments").row(call)
             try:
-                bound = bind(schema, arguments, device, recorded=self._recorded, further=self._further)
+                bound = bind_call(
+                    schema, arguments, device, recorded_torch=self._recorded, allowed_namespaces=self._further
+                )
                 self._bound[call, device] = bound
-            except Unbindable as error:
+            except BindError as error:
                 self._bound[call, device] = error.slug, error.text
         return self._bound[call, device]
 
     def _in_words(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> str:
         """Type, shape and the strides that matter: `float32[8, 1, 4] by [4, -, 1]`."""
-        whole = f"{dtype}[{', '.join(map(str, shape))}]"
+        base_text = f"{dtype}[{', '.join(map(str, shape))}]"
         if not self._strides or 0 in shape:
-            return whole
-        shown = (str(stride) if length > 1 else "-" for length, stride in zip(shape, strides, strict=True))
-        return f"{whole} by [{', '.join(shown)}]"
+            return base_text
+        stride_texts = (str(stride) if length > 1 else "-" for length, stride in zip(shape, strides, strict=True))
+        return f"{base_text} by [{', '.join(stride_texts)}]"
 
     def _why(self, call: int, error: Exception) -> tuple[str, str]:
         """The reason for which an op could not be run without contents."""
@@ -336,9 +340,9 @@ class _Outcomes:
         return FAILS, text
 
 
-def _trust(compared: _Compared) -> int:
+def _get_trust_order(compared: _Compared) -> int:
     """0 for an op that gives what was recorded; more, the less there is to learn from what it did."""
-    why, wrong = compared
-    reason = ("" if wrong else None) if why is None else why[0]
+    refusal, wrong = compared
+    reason = ("" if wrong else None) if refusal is None else refusal[0]
     order = (None, DATA_DEPENDENT, "", NO_META_KERNEL)
     return order.index(reason) if reason in order else len(order)  # it fails, or that device has no such op

@@ -30,15 +30,15 @@ import polars as pl
 
 from traceloom.errors import CheckError
 from traceloom.formats import load
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.trace import Trace
-from traceloom.workload.replay.inputs import work_below
-from traceloom.workload.replay.script import flat
+from traceloom.workload.replay.inputs import find_launched_work
+from traceloom.workload.replay.script import flatten_values
 
 if TYPE_CHECKING:
     import torch
 
-    from traceloom.workload.replay.running import Execution
+    from traceloom.workload.replay.running import PlanRunner
 
 
 Registers = list[Any]
@@ -64,10 +64,10 @@ class Geometry:
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         target = "cpu" if self.on_host else device
-        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=target)
+        storage = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=target)
         if dtype.is_floating_point and dtype.itemsize > 1:
-            whole.fill_(1)
-        return whole.as_strided(self.shape, self.strides, self.offset)
+            storage.fill_(1)
+        return storage.as_strided(self.shape, self.strides, self.offset)
 
     def is_of(self, value: Any) -> bool:
         """Whether what an op returned has this shape and type."""
@@ -99,7 +99,7 @@ class Instruction:
     stand_in_ns: int = 0
 
 
-class Turn:
+class ThreadHandOff:
     """Passes from a thread that is done with an op to one that waits for it."""
 
     def __init__(self) -> None:
@@ -126,27 +126,27 @@ class Turn:
         self._given.release()
 
 
-def picker(places: Sequence[int | Sequence[Any]]) -> Pick:
+def make_picker(argument_registers: Sequence[int | Sequence[Any]]) -> Pick:
     """What takes arguments out of the registers.
 
     Args:
-        places: The register of each argument; a list of them (of lists ...) for an argument that is a list of tensors.
+        argument_registers: The register of each argument; a list of them (of lists ...) for an argument that is a list of tensors.
     """
-    if any(not isinstance(item, int) for item in places):
-        parts = [itemgetter(item) if isinstance(item, int) else picker(item) for item in places]
+    if any(not isinstance(item, int) for item in argument_registers):
+        parts = [itemgetter(item) if isinstance(item, int) else make_picker(item) for item in argument_registers]
         return lambda registers: [part(registers) for part in parts]
-    if len(places) > 1:
-        return itemgetter(*places)
-    first = places[0] if places else 0
-    return itemgetter(slice(first, first + len(places)))  # type: ignore[operator]
+    if len(argument_registers) > 1:
+        return itemgetter(*argument_registers)
+    first = argument_registers[0] if argument_registers else 0
+    return itemgetter(slice(first, first + len(argument_registers)))  # type: ignore[operator]
 
 
-def new_tensors(geometries: Sequence[Geometry | None], device: torch.device | str, time_ns: int = 0) -> list[Any]:
+def create_tensors(geometries: Sequence[Geometry | None], device: torch.device | str, time_ns: int = 0) -> list[Any]:
     """What stands in for an op: tensors as it gave them, after the time that it took."""
     end = time.perf_counter_ns() + time_ns
-    made = [geometry.new(device) if geometry else None for geometry in geometries]
+    tensors = [geometry.new(device) if geometry else None for geometry in geometries]
     hold_until(end)
-    return made
+    return tensors
 
 
 _SLEEPS_LATE_NS = 200_000
@@ -154,9 +154,9 @@ _SLEEPS_LATE_NS = 200_000
 
 def hold_until(end_ns: int) -> None:
     """Do nothing until a time of `time.perf_counter_ns`; the last of it is spun, because sleep is late."""
-    left = end_ns - time.perf_counter_ns()
-    if left > 2 * _SLEEPS_LATE_NS:
-        time.sleep((left - _SLEEPS_LATE_NS) / 1e9)
+    remaining_ns = end_ns - time.perf_counter_ns()
+    if remaining_ns > 2 * _SLEEPS_LATE_NS:
+        time.sleep((remaining_ns - _SLEEPS_LATE_NS) / 1e9)
     while time.perf_counter_ns() < end_ns:
         pass
 
@@ -189,7 +189,7 @@ class Program:
         registers: Registers,
         geometries: Sequence[Geometry],
         device: torch.device | str,
-        turns: Sequence[Turn] = (),
+        hand_offs: Sequence[ThreadHandOff] = (),
     ) -> None:
         lanes = 1 + max((instruction.lane for instruction in instructions), default=0)
         self.registers = [*registers, *[None] * lanes]  # each thread has a register for what nobody needs
@@ -199,7 +199,7 @@ class Program:
         self._instructions = instructions
         self._geometries = geometries
         self._device = device
-        self._turns = turns
+        self._turns = hand_offs
         self._scratch = len(registers)
         self._lanes: list[list[_Call]] = [[] for _ in range(lanes)]
         self._times = [[0] * len(instructions) for _ in range(4)]
@@ -211,10 +211,10 @@ class Program:
             failed: Told of each op that fails, with what it said; what it raises ends the pass.
         """
         registers = self.registers.copy()
-        alive = _Alive(registers)
+        alive = _LiveBytes(registers)
         for lane in self._lanes:
             lane.clear()
-        for at, instruction in enumerate(self._instructions):
+        for index, instruction in enumerate(self._instructions):
             try:
                 result = instruction.function(*instruction.pick(registers))
             except Exception as error:
@@ -228,9 +228,11 @@ class Program:
                     output if output is not None and registers[output] is None else None
                     for output in instruction.outputs
                 )
-                made = [None if output is None else self._geometries[output] for output in instruction.outputs]
-                instruction.function = partial(new_tensors, made, self._device, instruction.stand_in_ns)
-                instruction.pick = picker(())
+                output_geometries = [
+                    None if output is None else self._geometries[output] for output in instruction.outputs
+                ]
+                instruction.function = partial(create_tensors, output_geometries, self._device, instruction.stand_in_ns)
+                instruction.pick = make_picker(())
                 result = instruction.function()
             store, spread, result = self._settle_result(instruction, result)
             registers[store] = result
@@ -238,7 +240,7 @@ class Program:
                 registers[register] = result[part]
             del result
             dead = (*instruction.dead, store) if store >= self._scratch else instruction.dead
-            self._lanes[instruction.lane].append((at, instruction.function, instruction.pick, store, spread, dead))
+            self._lanes[instruction.lane].append((index, instruction.function, instruction.pick, store, spread, dead))
             alive.look(output for output in instruction.outputs if output is not None)
             for register in dead:
                 registers[register] = None
@@ -249,11 +251,13 @@ class Program:
         """Where what an op returns goes from now on: the register of all, those of its parts; and the result itself."""
         is_one = not isinstance(result, (list, tuple))
         scratch = self._scratch + instruction.lane
-        parts = list(flat(result))
-        wanted = tuple((register, part) for part, register in enumerate(instruction.outputs) if register is not None)
+        parts = list(flatten_values(result))
+        stored_parts = tuple(
+            (register, part) for part, register in enumerate(instruction.outputs) if register is not None
+        )
         wrong = {
             part: self._geometries[register]
-            for register, part in wanted
+            for register, part in stored_parts
             if register < len(self._geometries)
             and (part >= len(parts) or not self._geometries[register].is_of(parts[part]))
         }
@@ -265,13 +269,13 @@ class Program:
             )
             recorded = ", ".join(f"{geometry.dtype} {[*geometry.shape]}" for geometry in wrong.values())
             self.replaced[instruction.op] = f"gave {gave or 'nothing'}, recorded {recorded}"
-            instruction.function = partial(_substituted, instruction.function, wrong, self._device)
-            parts = _substituted(lambda: result, wrong, self._device)
+            instruction.function = partial(_call_and_replace, instruction.function, wrong, self._device)
+            parts = _call_and_replace(lambda: result, wrong, self._device)
         elif is_one:
-            return wanted[0][0] if wanted else scratch, (), result
+            return stored_parts[0][0] if stored_parts else scratch, (), result
         elif any(isinstance(part, (list, tuple)) for part in result):
-            instruction.function = partial(_flattened, instruction.function)
-        return scratch, wanted, parts
+            instruction.function = partial(_call_and_flatten, instruction.function)
+        return scratch, stored_parts, parts
 
     def run_once(self) -> None:
         """One pass: nothing but the calls."""
@@ -290,15 +294,15 @@ class Program:
     def run_timed(self, cpu_clock: Callable[[], int] = time.thread_time_ns) -> None:
         """One pass with a timer around each call; `times` gives what it read."""
         clock = time.perf_counter_ns
-        begin, end, cpu_begin, cpu_end = self._times
+        start, end, cpu_begin, cpu_end = self._times
 
         def run(registers: Registers, calls: Sequence[_Call]) -> None:
-            for at, function, pick, store, spread, dead in calls:
-                cpu_begin[at] = cpu_clock()
-                begin[at] = clock()
+            for index, function, pick, store, spread, dead in calls:
+                cpu_begin[index] = cpu_clock()
+                start[index] = clock()
                 registers[store] = function(*pick(registers))
-                end[at] = clock()
-                cpu_end[at] = cpu_clock()
+                end[index] = clock()
+                cpu_end[index] = cpu_clock()
                 for register, part in spread:
                     registers[register] = registers[store][part]
                 for register in dead:
@@ -319,8 +323,8 @@ class Program:
                 with torch.no_grad():
                     run(registers, calls)
             except BaseException:
-                for turn in self._turns:
-                    turn.stop()
+                for hand_off in self._turns:
+                    hand_off.stop()
                 raise
 
         with ThreadPoolExecutor(len(self._lanes)) as threads:
@@ -332,10 +336,10 @@ class Program:
 
     def times(self) -> pl.DataFrame:
         """Of the last timed pass, a row per op: op, duration_ns, cpu_ns."""
-        begin, end, cpu_begin, cpu_end = (pl.Series(values, dtype=pl.Int64) for values in self._times)
+        start, end, cpu_begin, cpu_end = (pl.Series(values, dtype=pl.Int64) for values in self._times)
         rows = [instruction.op for instruction in self._instructions]
         return (
-            pl.DataFrame({"op": rows, "duration_ns": end - begin, "cpu_ns": cpu_end - cpu_begin})
+            pl.DataFrame({"op": rows, "duration_ns": end - start, "cpu_ns": cpu_end - cpu_begin})
             .filter(pl.col("op") != NOT_TIMED)
             .with_columns(pl.col("op").cast(pl.UInt32))
         )
@@ -350,21 +354,21 @@ def _run_calls(registers: Registers, calls: Iterable[_Call]) -> None:
             registers[register] = None
 
 
-def _flattened(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return list(flat(function(*arguments)))
+def _call_and_flatten(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return list(flatten_values(function(*arguments)))
 
 
-def _substituted(
+def _call_and_replace(
     function: Callable[..., Any], wrong: Mapping[int, Geometry], device: torch.device | str, *arguments: Any
 ) -> list[Any]:
-    parts = _flattened(function, *arguments)
+    parts = _call_and_flatten(function, *arguments)
     parts += [None] * (max(wrong) + 1 - len(parts))
     for part, geometry in wrong.items():
         parts[part] = geometry.new(device)
     return parts
 
 
-class _Alive:
+class _LiveBytes:
     """How many bytes of storages the registers hold."""
 
     def __init__(self, registers: Registers) -> None:
@@ -389,17 +393,17 @@ class _Alive:
         self.most_bytes = max(self.most_bytes, self._bytes)
 
 
-GPU_TIMES = schema("op gpu_ns", {"op": pl.UInt32})
+GPU_TIMES = build_schema("op gpu_ns", {"op": pl.UInt32})
 MARK = "traceloom.replay.op "
 _PASSES = 5
 
 
-def device_times(execution: Execution, begin: Callable[[], None] | None = None) -> pl.DataFrame:
+def measure_device_times(execution: PlanRunner, wait_for_ranks: Callable[[], None] | None = None) -> pl.DataFrame:
     """The GPU time of the ops of a plan, the median over some further passes; no rows where it runs on processors.
 
     Args:
         execution: The plan, run once.
-        begin: Waits for the other ranks before a pass.
+        wait_for_ranks: Waits for the other ranks before a pass.
 
     Raises:
         CheckError: `no-gpu-times`: the profiler does not start, or gives nothing.
@@ -417,23 +421,23 @@ def device_times(execution: Execution, begin: Callable[[], None] | None = None) 
     failure = ""
     with ExitStack() as stack:
         try:
-            own = getattr(ProfilerActivity, execution.device.type.upper())
+            activity = getattr(ProfilerActivity, execution.device.type.upper())
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # that a second window would clear the first
-            profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU, own]))
+            profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU, activity]))
         except (RuntimeError, AttributeError) as error:
             failure = str(error)
         for _ in range(_PASSES):  # also without: the other ranks wait in each pass
-            execution.once(within=within, begin=begin)
+            execution.run_pass(call_wrapper=within, wait_for_ranks=wait_for_ranks)
     if profiler is None:
         raise CheckError(f"the profiler does not start: {failure}", slug="no-gpu-times")
-    with tempfile.TemporaryDirectory(prefix="traceloom-") as folder:
-        path = Path(folder, "passes.json")
+    with tempfile.TemporaryDirectory(prefix="traceloom-") as directory:
+        path = Path(directory, "passes.json")
         profiler.export_chrome_trace(str(path))
-        return times_of_marks(load(path, cache=False).traces[0])
+        return compute_marked_times(load(path, cache=False).traces[0])
 
 
-def times_of_marks(trace: Trace) -> pl.DataFrame:
+def compute_marked_times(trace: Trace) -> pl.DataFrame:
     """The GPU time below the marks of each op, the median over its marks.
 
     Args:
@@ -445,10 +449,10 @@ def times_of_marks(trace: Trace) -> pl.DataFrame:
     events = trace.events
     names = events["name"].cast(pl.String)
     is_mark = names.str.starts_with(MARK) & events["device"].is_null()
-    below = work_below(trace, is_mark.to_numpy()).group_by("event").agg(pl.sum("duration_ns"))
-    ops = names.gather(below["event"]).str.strip_prefix(MARK).cast(pl.UInt32, strict=False)
+    work_by_mark = find_launched_work(trace, is_mark.to_numpy()).group_by("event").agg(pl.sum("duration_ns"))
+    ops = names.gather(work_by_mark["event"]).str.strip_prefix(MARK).cast(pl.UInt32, strict=False)
     return (
-        below.with_columns(ops.alias("op"))
+        work_by_mark.with_columns(ops.alias("op"))
         .group_by("op")
         .agg(pl.median("duration_ns").round().cast(pl.Int64).alias("gpu_ns"))
         .drop_nulls("op")

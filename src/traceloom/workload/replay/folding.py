@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-_LEAST = 5  # lines of a block
-_SAVES = 12  # lines that a block must save at least
+_MIN_LINES = 5  # lines of a block
+_MIN_SAVED_LINES = 12  # lines that a block must save at least
 _LENGTHS, _GROUPS, _TRIED = 40, 4, 30  # candidates: lengths, stretches of each, and of all
-_ON_A_LINE = 8  # parameters of a call
+_PARAMETERS_PER_LINE = 8  # parameters of a call
 
 
 class ProgramLine(NamedTuple):
@@ -53,7 +53,7 @@ class _Repeat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedProgram:
     """A program and its blocks.
 
     Attributes:
@@ -90,82 +90,88 @@ class Folded:
         return order[::-1]
 
 
-def fold(lines: Sequence[ProgramLine], starts: frozenset[int] = frozenset(), most: int = 60) -> Folded:
+def find_repeats(
+    lines: Sequence[ProgramLine], starts: frozenset[int] = frozenset(), max_blocks: int = 60
+) -> FoldedProgram:
     """Find the blocks of a program.
 
     Args:
         lines: The program.
         starts: Sources at which a block had best begin (a scope does), of stretches that are as good.
-        most: How many blocks.
+        max_blocks: How many blocks.
     """
     bodies, parameters = [list(lines)], [0]
-    while len(bodies) <= most and (best := _best(bodies, starts)):
+    while len(bodies) <= max_blocks and (best := _find_best_repeat(bodies, starts)):
         number = len(bodies)
-        body, at = best.places[0]
-        stretch = bodies[body][at : at + best.length]
-        renamed = rename(stretch)
-        bodies.append([ProgramLine(*form, line.source) for form, line in zip(renamed.form, stretch, strict=True)])
+        body, offset = best.places[0]
+        segment = bodies[body][offset : offset + best.length]
+        renamed = rename(segment)
+        bodies.append(
+            [ProgramLine(*line_form, line.source) for line_form, line in zip(renamed.form, segment, strict=True)]
+        )
         parameters.append(len(renamed.parameters))
-        for body, at in sorted(best.places, reverse=True):
-            stretch = bodies[body][at : at + best.length]
-            _, reads, writes = rename(stretch)
-            bodies[body][at : at + best.length] = [ProgramLine(-1 - number, reads, writes, stretch[0].source)]
-    return Folded(bodies, parameters)
+        for body, offset in sorted(best.places, reverse=True):
+            segment = bodies[body][offset : offset + best.length]
+            _, reads, writes = rename(segment)
+            bodies[body][offset : offset + best.length] = [ProgramLine(-1 - number, reads, writes, segment[0].source)]
+    return FoldedProgram(bodies, parameters)
 
 
-def rename(stretch: Sequence[ProgramLine]) -> Renamed:
+def rename(segment: Sequence[ProgramLine]) -> Renamed:
     """A stretch by registers of its own: what it reads first as 0, 1, ..., then what it makes."""
     parameters: dict[int, int] = {}
-    made: dict[int, int] = {}
-    for line in stretch:
+    created: dict[int, int] = {}
+    for line in segment:
         for register in line.reads:
-            if register not in made:
+            if register not in created:
                 parameters.setdefault(register, len(parameters))
         for register in line.writes:
             if register not in parameters:
-                made.setdefault(register, len(made))
-    numbers = {**parameters, **{register: len(parameters) + number for register, number in made.items()}}
-    form = tuple(
-        (line.what, tuple(numbers[r] for r in line.reads), tuple(numbers[r] for r in line.writes)) for line in stretch
+                created.setdefault(register, len(created))
+    numbers = {**parameters, **{register: len(parameters) + number for register, number in created.items()}}
+    canonical_lines = tuple(
+        (line.what, tuple(numbers[r] for r in line.reads), tuple(numbers[r] for r in line.writes)) for line in segment
     )
-    return Renamed(form, tuple(parameters), tuple(made))
+    return Renamed(canonical_lines, tuple(parameters), tuple(created))
 
 
-def _best(bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]) -> _Repeat | None:
+def _find_best_repeat(bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]) -> _Repeat | None:
     """The repeat that saves most lines."""
-    places = [(body, at) for body, lines in enumerate(bodies) for at in range(len(lines) + 1)]
-    ends = iter(range(2**62, 2**62 + len(bodies)))  # between bodies, so that no stretch goes over
-    tokens = np.array([token for lines in bodies for token in (*(line.what for line in lines), next(ends))])
+    line_positions = [
+        (body, token_indices) for body, lines in enumerate(bodies) for token_indices in range(len(lines) + 1)
+    ]
+    separators = iter(range(2**62, 2**62 + len(bodies)))  # between bodies, so that no stretch goes over
+    tokens = np.array([token for lines in bodies for token in (*(line.what for line in lines), next(separators))])
     best: _Repeat | None = None
-    for bound, length, at in sorted(_candidates(tokens), key=lambda c: (-c[0], c[1], c[2][0]))[:_TRIED]:
+    for bound, length, token_indices in sorted(_find_candidates(tokens), key=lambda c: (-c[0], c[1], c[2][0]))[:_TRIED]:
         if best and best.score >= bound + 1:
             break
         alike: dict[Renamed, list[tuple[int, int]]] = {}
-        for body, line in (places[k] for k in at):
+        for body, line in (line_positions[k] for k in token_indices):
             renamed = rename(bodies[body][line : line + length])
             alike.setdefault(Renamed(renamed.form, (), ()), []).append((body, line))
-        for form, group in alike.items():
+        for canonical_form, group in alike.items():
             body, line = group[0]
-            parameters = 1 + max((r for _, reads, _ in form.form for r in reads), default=0)
-            score = _saved(length, len(group), parameters) + 0.5 * (bodies[body][line].source in starts)
-            if len(group) > 1 and score >= _SAVES and (best is None or score > best.score):
+            parameters = 1 + max((r for _, reads, _ in canonical_form.form for r in reads), default=0)
+            score = _count_saved_lines(length, len(group), parameters) + 0.5 * (bodies[body][line].source in starts)
+            if len(group) > 1 and score >= _MIN_SAVED_LINES and (best is None or score > best.score):
                 best = _Repeat(score, length, group)
     return best
 
 
-def _saved(length: int, count: int, parameters: int = 0) -> float:
+def _count_saved_lines(length: int, count: int, parameters: int = 0) -> float:
     """Lines that a block of this length spares at so many places."""
-    return (count - 1) * length - count * (1 + parameters / _ON_A_LINE)
+    return (count - 1) * length - count * (1 + parameters / _PARAMETERS_PER_LINE)
 
 
-def _candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
+def _find_candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
     """Stretches of equal tokens: what they save at most, their length, and where they begin, none over another."""
     n = tokens.size
     levels = [np.append(np.unique(tokens, return_inverse=True)[1].reshape(-1), n)]
     while (width := 1 << (len(levels) - 1)) * 2 <= n:  # classes of the stretches of 2, 4, 8, ... tokens at each place
         last = levels[-1]
-        behind = np.minimum(np.arange(n) + width, n)
-        key = last[:-1] * (2 * n + 1) + np.where(behind < n, last[behind], n + np.arange(n))
+        following = np.minimum(np.arange(n) + width, n)
+        key = last[:-1] * (2 * n + 1) + np.where(following < n, last[following], n + np.arange(n))
         classes = np.unique(key, return_inverse=True)[1].reshape(-1)
         levels.append(np.append(classes, n))
         if classes.max() == n - 1:
@@ -181,27 +187,27 @@ def _candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
         common += np.where((levels[k][a] == levels[k][b]) & (b < n), 1 << k, 0)
     before = np.where(i > 0, tokens[i - 1] == tokens[j - 1], False)
     lengths = np.minimum(common, j - i)
-    lengths = lengths[(lengths >= _LEAST) & (~before | (common >= j - i))]
+    lengths = lengths[(lengths >= _MIN_LINES) & (~before | (common >= j - i))]
     distinct, count = np.unique(lengths, return_counts=True)
     for length in distinct[np.argsort(-distinct * count, kind="stable")][:_LENGTHS].tolist():
-        yield from _groups(levels, length)
+        yield from _find_frequent(levels, length)
 
 
-def _groups(levels: Sequence[Ints], length: int) -> Iterator[tuple[float, int, list[int]]]:
+def _find_frequent(levels: Sequence[Ints], length: int) -> Iterator[tuple[float, int, list[int]]]:
     """Of one length: the stretches that come most often."""
     k = min(length.bit_length() - 1, len(levels) - 1)
     n = levels[0].size - 1
-    begin = np.arange(n - length + 1)
-    key = levels[k][begin] * (n + 1) + levels[k][begin + length - (1 << k)]
+    offsets = np.arange(n - length + 1)
+    key = levels[k][offsets] * (n + 1) + levels[k][offsets + length - (1 << k)]
     if length > 2 << k:  # the highest level tells every place from every other
         return
     order = np.argsort(key, kind="stable")
     heads = np.flatnonzero(np.diff(key[order], prepend=-1))
     sizes = np.diff(np.append(heads, order.size))
     for group in np.argsort(-sizes, kind="stable")[: _GROUPS * 16]:
-        places: list[int] = []
+        positions: list[int] = []
         for start in order[heads[group] : heads[group] + sizes[group]].tolist():
-            if not places or start >= places[-1] + length:
-                places.append(start)
-        if len(places) > 1:
-            yield _saved(length, len(places)), length, places
+            if not positions or start >= positions[-1] + length:
+                positions.append(start)
+        if len(positions) > 1:
+            yield _count_saved_lines(length, len(positions)), length, positions

@@ -23,34 +23,34 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.ancestry import forest
-from traceloom.analyze.compiled import COMPILED, marks
-from traceloom.analyze.names import vocabulary
+from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.compiled import COMPILED, mark_compiled_events
+from traceloom.analyze.names import build_vocabulary
 from traceloom.errors import InputError, UsageError
-from traceloom.formats.host_trace import HostPeek, groups_in, peek_either, read_host_trace
+from traceloom.formats.host_trace import HostTraceHead, find_groups, peek_either, read_host_trace
 from traceloom.formats.inputs import find
 from traceloom.graph import graph as graph_store
 from traceloom.graph.graph import Graph
 from traceloom.graph.host_match import Matching
 from traceloom.graph.linking import load_ranks
-from traceloom.system.files import note_input
+from traceloom.system.files import remember_input
 from traceloom.trace.array_types import Array, Bools, Ints
-from traceloom.trace.arrays import gather_rows, nearest
-from traceloom.trace.frames import schema
+from traceloom.trace.arrays import find_nearest_ancestor, gather_rows
+from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import HostTrace, Trace
 from traceloom.trace.vocabulary import GPU_WORK
 from traceloom.workload.chakra.convert import ConversionInput, is_chakra
 from traceloom.workload.replay.plan import ITEM_BYTES
-from traceloom.workload.replay.values import RecordedTensor, contiguous
+from traceloom.workload.replay.values import RecordedTensor, compute_contiguous_strides
 
-STEPS = schema("step duration_ns cpu_ns")
-HOLES = schema("name count duration_ns")
+STEPS = build_schema("step duration_ns cpu_ns")
+HOLES = build_schema("name count duration_ns")
 _FOR_GPU = r"^triton_"  # kernels that a compiled graph launches
 
 
 @dataclass(frozen=True)
-class Originals:
+class RecordedTimes:
     """What was measured of the nodes of a host trace; by id there.
 
     Attributes:
@@ -70,17 +70,17 @@ class Originals:
     holes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=HOLES))
 
 
-def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
+def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> RecordedTimes:
     """What a device trace says of the ops of a host trace.
 
     Args:
         trace: The device trace.
         matching: The host trace joined to it.
-        chosen: Ids of the nodes that are run; shape (ops,).
+        node_ids: Ids of the nodes that are run; shape (ops,).
     """
     events = trace.events
     host_op = matching.host_op
-    runs = np.isin(host_op, chosen)
+    runs = np.isin(host_op, node_ids)
     rows = np.flatnonzero(runs)
     start = events["start_ns"].to_numpy()[rows]
     duration = events["duration_ns"].to_numpy()[rows]
@@ -88,28 +88,28 @@ def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
         {"node": host_op[rows], "lane": events["lane"].to_numpy()[rows], "start": start, "duration": duration}
     ).sort("lane", "start")
     before = (pl.col("start") + pl.col("duration")).cum_max().shift(1).over("lane")
-    by_node = (
+    node_times = (
         table.with_columns((pl.col("start") - before).clip(lower_bound=0).alias("gap"))
         .sort("start")
         .group_by("node", maintain_order=True)
         .agg(pl.col("duration"), pl.col("gap").median().cast(pl.Int64))
     )
-    nodes = by_node["node"].to_list()
-    gaps = dict(zip(nodes, by_node["gap"].to_list(), strict=True))
-    work = work_below(trace, runs)
+    nodes = node_times["node"].to_list()
+    gaps = dict(zip(nodes, node_times["gap"].to_list(), strict=True))
+    work = find_launched_work(trace, runs)
     work = work.with_columns(pl.Series("node", host_op[work["event"].to_numpy()]))
-    of_events = work.group_by("event", "node").agg(pl.sum("duration_ns")).group_by("node").agg(pl.median("duration_ns"))
-    return Originals(
-        dict(zip(nodes, by_node["duration"].to_list(), strict=True)),
+    gpu_times = work.group_by("event", "node").agg(pl.sum("duration_ns")).group_by("node").agg(pl.median("duration_ns"))
+    return RecordedTimes(
+        dict(zip(nodes, node_times["duration"].to_list(), strict=True)),
         {node: gap for node, gap in gaps.items() if gap is not None},
         dict(work.drop_nulls("stream").group_by("node").agg(pl.col("stream").first()).iter_rows()),
-        dict(of_events.with_columns(pl.col("duration_ns").round().cast(pl.Int64)).iter_rows()),
-        _steps(trace),
-        holes_of(trace, runs),
+        dict(gpu_times.with_columns(pl.col("duration_ns").round().cast(pl.Int64)).iter_rows()),
+        _select_complete_steps(trace),
+        find_uncovered_time(trace, runs),
     )
 
 
-def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
+def find_uncovered_time(trace: Trace, runs: Bools) -> pl.DataFrame:
     """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host trace has them.
 
     Kernels for GPUs are, so that the time between the ops of a graph that has any is Python's.
@@ -122,18 +122,18 @@ def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
         By name of the graph: count, and duration_ns of all of them without the ops inside, both of a mean step where
         there are whole ones.
     """
-    if not vocabulary(trace).matching(COMPILED).any() or not (graphs := marks(trace).graph).any():
+    if not build_vocabulary(trace).matching(COMPILED).any() or not (graphs := mark_compiled_events(trace).graph).any():
         return pl.DataFrame(schema=HOLES)
-    tree = forest(trace)
+    tree = build_forest(trace)
     in_ops = tree.topmost(runs[tree.row])
     length = tree.end_ns - tree.start_ns
     spent = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
-    for_gpu = gather_rows(vocabulary(trace).matching(_FOR_GPU), vocabulary(trace).code[tree.row])
-    at = np.flatnonzero(graphs & (tree.subtree_sums(for_gpu.astype(np.int64)) == 0))
+    for_gpu = gather_rows(build_vocabulary(trace).matching(_FOR_GPU), build_vocabulary(trace).code[tree.row])
+    graph_positions = np.flatnonzero(graphs & (tree.subtree_sums(for_gpu.astype(np.int64)) == 0))
     steps = max(int(trace.steps["complete"].sum()), 1)
-    empty = length[at] - (spent[tree.stop[at]] - spent[at])
+    empty = length[graph_positions] - (spent[tree.stop[graph_positions]] - spent[graph_positions])
     return (
-        pl.DataFrame({"name": trace.events["name"].gather(tree.row[at]), "empty": empty})
+        pl.DataFrame({"name": trace.events["name"].gather(tree.row[graph_positions]), "empty": empty})
         .filter(pl.col("empty") > 0)
         .group_by("name", maintain_order=True)
         .agg((pl.len() / steps).ceil().alias("count"), (pl.sum("empty") / steps).round().alias("duration_ns"))
@@ -141,7 +141,7 @@ def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
     )
 
 
-def _steps(trace: Trace) -> pl.DataFrame:
+def _select_complete_steps(trace: Trace) -> pl.DataFrame:
     """The steps of a window that were recorded whole, with the processor time that a capture knows of them."""
     steps = trace.steps.filter(pl.col("complete")).select(
         "step", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
@@ -154,7 +154,7 @@ def _steps(trace: Trace) -> pl.DataFrame:
     return steps.join(cpu, on="step", how="left", maintain_order="left").select(STEPS.names()).cast(STEPS)
 
 
-def work_below(trace: Trace, among: Bools) -> pl.DataFrame:
+def find_launched_work(trace: Trace, among: Bools) -> pl.DataFrame:
     """The GPU work that some host events launched, in the order of the trace.
 
     Args:
@@ -167,13 +167,13 @@ def work_below(trace: Trace, among: Bools) -> pl.DataFrame:
     work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).drop_nulls("launch")
     parent = trace.events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
     launch = work["launch"].cast(pl.Int64).to_numpy()
-    event = np.where(among[launch], launch, nearest(parent, among)[launch])
+    event = np.where(among[launch], launch, find_nearest_ancestor(parent, among)[launch])
     return work.select(
         pl.Series("event", event, dtype=pl.Int64), pl.col("stream").cast(pl.Int64), "duration_ns"
     ).filter(pl.col("event") >= 0)
 
 
-def originals_of_graph(graph: Graph, rank: int, _chosen: Ints) -> Originals:
+def collect_graph_times(graph: Graph, rank: int, _chosen: Ints) -> RecordedTimes:
     """What a saved graph says: of each op the span of its nodes, in every step that it holds."""
     nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null())
     spans = (
@@ -183,11 +183,11 @@ def originals_of_graph(graph: Graph, rank: int, _chosen: Ints) -> Originals:
         .group_by("host_op", maintain_order=True)
         .agg(pl.col("end_ns") - pl.col("start_ns"))
     )
-    return Originals(dict(spans.iter_rows()))
+    return RecordedTimes(dict(spans.iter_rows()))
 
 
 AnyPath = str | os.PathLike[str]
-_APART = timedelta(days=1)  # ranks in other time zones
+_MAX_TIME_APART = timedelta(days=1)  # ranks in other time zones
 
 
 class PlanInput(Struct, frozen=True):
@@ -202,7 +202,7 @@ class PlanInput(Struct, frozen=True):
 
     rank: int
     host: HostTrace
-    originals: Callable[[Ints], Originals]
+    originals: Callable[[Ints], RecordedTimes]
     capture: dict[str, Any] | None = None
 
 
@@ -220,19 +220,21 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
     if len(texts) == 1 and (is_chakra(Path(texts[0])) or graph_store.is_graph(Path(texts[0]))):
         with ConversionInput(Path(texts[0])) as source:
             graph = source.graph()
-        return texts[0], _of_graph(graph, texts[0]), list(graph.notices)
+        return texts[0], _open_graph(graph, texts[0]), list(graph.notices)
     sources = find(texts)
     peeks = [] if sources.captures else [peek_either(file) for file in sources.inputs]
     for file in sources.inputs:
-        note_input(file.path)
-    if peeks and all(isinstance(peek, HostPeek) for peek in peeks):
+        remember_input(file.path)
+    if peeks and all(isinstance(peek, HostTraceHead) for peek in peeks):
         hosts = [read_host_trace(peek.source.path) for peek in peeks]
         ranks = [host.rank if host.rank is not None else number for number, host in enumerate(hosts)]
         if len(set(ranks)) < len(ranks):
             text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
             raise InputError(text, slug="two-host-traces", hint="give one for each rank")
         _check_one_run(hosts)
-        entries = [PlanInput(rank, host, lambda _chosen: Originals()) for rank, host in zip(ranks, hosts, strict=True)]
+        entries = [
+            PlanInput(rank, host, lambda _chosen: RecordedTimes()) for rank, host in zip(ranks, hosts, strict=True)
+        ]
         text = "there is no device trace: how long the ops took is not known"
         notices = [Notice("no-device-trace", "info", text, len(hosts))]
         return " ".join(texts), sorted(entries, key=lambda entry: entry.rank), notices
@@ -245,7 +247,7 @@ def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[Pla
                 PlanInput(
                     rank.rank,
                     matching.host,
-                    partial(originals_of, rank.trace, matching),
+                    partial(collect_recorded_times, rank.trace, matching),
                     rank.trace.meta.capture,
                 )
             )
@@ -265,31 +267,31 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
     Raises:
         UsageError: `several-runs`.
     """
-    first, *others = hosts
+    first, *other_hosts = hosts
     members = dict(first.groups.select("group", "ranks").drop_nulls().iter_rows())
-    for other in others:
+    for other in other_hosts:
         groups = other.groups.select("group", "ranks").drop_nulls().iter_rows()
-        odd = [name for name, ranks in groups if members.setdefault(name, ranks) != ranks]
-        apart = [time for host in (first, other) if (time := _time(host.recorded_at)) is not None]
-        what = (
+        differing_groups = [name for name, ranks in groups if members.setdefault(name, ranks) != ranks]
+        apart = [time for host in (first, other) if (time := _parse_time(host.recorded_at)) is not None]
+        difference = (
             f"one has the schema {first.schema}, one {other.schema}" if first.schema != other.schema
-            else f"the group {odd[0]!r} has other members" if odd
-            else f"one is of {apart[0]}, one of {apart[1]}" if len(apart) == 2 and abs(apart[0] - apart[1]) > _APART
+            else f"the group {differing_groups[0]!r} has other members" if differing_groups
+            else f"one is of {apart[0]}, one of {apart[1]}" if len(apart) == 2 and abs(apart[0] - apart[1]) > _MAX_TIME_APART
             else ""
         )  # fmt: skip
-        if what:
-            text = f"{first.path} and {other.path} are of different runs: {what}"
+        if difference:
+            text = f"{first.path} and {other.path} are of different runs: {difference}"
             raise UsageError(text, slug="several-runs", hint="give the host traces of one run")
 
 
-def _time(text: str | None) -> datetime | None:
+def _parse_time(text: str | None) -> datetime | None:
     """A time of day as the observer writes it."""
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(text or "")
     return None
 
 
-def _of_graph(graph: Graph, path: str) -> list[PlanInput]:
+def _open_graph(graph: Graph, path: str) -> list[PlanInput]:
     if not graph.host_ops.height:
         raise InputError(
             "the graph holds no ops of a host trace: nothing says which ops ran with which arguments",
@@ -300,16 +302,16 @@ def _of_graph(graph: Graph, path: str) -> list[PlanInput]:
     return [
         PlanInput(
             rank,
-            HostTrace(path, ops.drop("rank"), rank=rank, groups=groups_in(ops, path)[0]),
-            partial(originals_of_graph, graph, rank),
+            HostTrace(path, ops.drop("rank"), rank=rank, groups=find_groups(ops, path)[0]),
+            partial(collect_graph_times, graph, rank),
         )
         for (rank,), ops in graph.host_ops.sort("rank", "id").group_by("rank", maintain_order=True)
         if isinstance(rank, int)
     ]
 
 
-_MOST_DUMPED = 1 << 28  # bytes of all that is taken of a directory
-_NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
+_MAX_DUMP_BYTES = 1 << 28  # bytes of all that is taken of a directory
+_NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 _DUMP = re.compile(r"nid_(\d{1,18})_tid_(\d{1,9})\.dat")
 
 
@@ -322,10 +324,10 @@ class Resources:
     """
 
     def __init__(self, trace: str | Path) -> None:
-        whole = str(trace).removesuffix(".gz")
-        names = [f"{whole.removesuffix('.json')}_resources", f"{whole}_resources"]
+        base_name = str(trace).removesuffix(".gz")
+        names = [f"{base_name.removesuffix('.json')}_resources", f"{base_name}_resources"]
         self.directory = next((path for path in map(Path, names) if path.is_dir() and not path.is_symlink()), None)
-        self._left = _MOST_DUMPED
+        self._left = _MAX_DUMP_BYTES
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -371,19 +373,19 @@ class Resources:
             return None
         self._left -= size
         memory = np.frombuffer(data, dtype=np.dtype(geometry.dtype).newbyteorder("<"))
-        strides = contiguous(geometry.shape) if geometry.strides is None else geometry.strides
+        strides = compute_contiguous_strides(geometry.shape) if geometry.strides is None else geometry.strides
         steps = [stride * memory.itemsize for stride in strides]
         return np.lib.stride_tricks.as_strided(memory, geometry.shape, steps, writeable=False)
 
-    def read(self, name: str, most: int) -> bytes | None:
-        """A file of the directory; None where it has none of that name, or one of more than `most` bytes."""
-        if self.directory is None or self.sizes.get(name, most + 1) > most:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """A file of the directory; None where it has none of that name, or one of more than `max_bytes` bytes."""
+        if self.directory is None or self.sizes.get(name, max_bytes + 1) > max_bytes:
             return None
         try:
             with open(
-                self.directory / name, "rb", opener=lambda path, flags: os.open(path, flags | _NO_LINKS)
+                self.directory / name, "rb", opener=lambda path, flags: os.open(path, flags | _NO_FOLLOW)
             ) as handle:
-                data = handle.read(most + 1)
+                data = handle.read(max_bytes + 1)
         except OSError:
             return None
-        return data if len(data) <= most else None
+        return data if len(data) <= max_bytes else None

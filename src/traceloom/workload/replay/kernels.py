@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from traceloom.system.units import count_of
-from traceloom.workload.replay.binding import Bound, Unbindable
+from traceloom.system.units import format_quantity
+from traceloom.workload.replay.binding import BindError, BoundCall
 from traceloom.workload.replay.inputs import Resources
 from traceloom.workload.replay.plan import NO_SOURCES, NOT_TRUSTED, SOURCE_NAME, RankPlan, ReplayPlan
 from traceloom.workload.replay.schema import Refusal
@@ -34,7 +34,7 @@ KERNEL_REASONS = {
     NO_SOURCES: "the source of the compiled kernel was not captured beside the host trace",
     NOT_TRUSTED: "the source of the compiled kernel came with the trace, and runs on a GPU with --trust",
 }
-_MOST_BYTES = 1 << 20  # of a source
+_MAX_BYTES = 1 << 20  # of a source
 _GRID = re.compile(r"(\w*)\(((?:\d{1,10},? ?){1,3})\)")
 _GRIDS = frozenset({"grid", "split_scan_grid"})
 
@@ -53,43 +53,45 @@ class KernelSource(msgspec.Struct, frozen=True):
     sha256: str
 
 
-def source_of(resources: Resources, file: str) -> KernelSource | None:
+def read_source(resources: Resources, file: str) -> KernelSource | None:
     """A source that lies beside a host trace; None where there is none, or it is no text, or longer than any."""
-    data = resources.read(file, _MOST_BYTES) if SOURCE_NAME.fullmatch(file) else None
+    data = resources.read(file, _MAX_BYTES) if SOURCE_NAME.fullmatch(file) else None
     try:
         return None if data is None else KernelSource(file, data.decode(), hashlib.sha256(data).hexdigest())
     except UnicodeDecodeError:
         return None
 
 
-def kernel_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[bytes, str | None]:
+def convert_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[bytes, str | None]:
     """The arguments of a recorded kernel as those of a call, and its grid as it was written.
 
     Args:
         values: As recorded; the last is the stream, of which a replay has its own.
         kinds: Of each.
     """
-    grid, own = None, list(zip(values, kinds, strict=False))[:-1]
-    if own and isinstance(own[-1][0], str) and _GRID.fullmatch(own[-1][0]):
-        grid = own.pop()[0]
-    tensors = iter(range(len(own)))
+    grid, call_arguments = None, list(zip(values, kinds, strict=False))[:-1]
+    if call_arguments and isinstance(call_arguments[-1][0], str) and _GRID.fullmatch(call_arguments[-1][0]):
+        grid = call_arguments.pop()[0]
+    tensors = iter(range(len(call_arguments)))
     typed = [
         {"tensor": next(tensors)} if kind and isinstance(kind, str) else None if kind is not None else value
-        for value, kind in own
+        for value, kind in call_arguments
     ]
     return msgspec.json.encode(typed), grid
 
 
-def sources_in_words(plan: ReplayPlan) -> list[str]:
+def describe_sources(plan: ReplayPlan) -> list[str]:
     """The sources that a trusted run executes: a line for each, with its hash and how often it is called."""
     calls: Counter[tuple[str, str]] = Counter()
-    for of_rank in plan:
-        ops = of_rank.ops.join(of_rank.kernels.drop_nulls("source"), on="call")
+    for rank_plan in plan:
+        ops = rank_plan.ops.join(rank_plan.kernels.drop_nulls("source"), on="call")
         calls.update(ops.select("file", "sha256").iter_rows())
-    return [f"{file} (sha256 {sha256}), {count_of(count, 'call')}" for (file, sha256), count in sorted(calls.items())]
+    return [
+        f"{file} (sha256 {sha256}), {format_quantity(count, 'call')}" for (file, sha256), count in sorted(calls.items())
+    ]
 
 
-def lacks_hardware(device: torch.device) -> Refusal | None:
+def find_missing_hardware(device: torch.device) -> Refusal | None:
     """What a kernel needs and this machine does not have."""
     if device.type == "cpu":
         return Refusal("no-gpu", "it was compiled for a GPU, and the replay runs on the CPU")
@@ -98,14 +100,14 @@ def lacks_hardware(device: torch.device) -> Refusal | None:
     return None
 
 
-def current_stream(device: torch.device) -> int:
+def get_current_stream(device: torch.device) -> int:
     """The stream on which PyTorch launches now, as the driver knows it."""
     from torch._dynamo.device_interface import get_interface_for_device
 
     return int(get_interface_for_device(device.type).get_raw_stream(device.index or 0))
 
 
-def launch(run: Callable[..., Any], stream: Callable[[], int], options: Mapping[str, Any], *arguments: Any) -> None:
+def run_kernel(run: Callable[..., Any], stream: Callable[[], int], options: Mapping[str, Any], *arguments: Any) -> None:
     """Call a kernel as the code of a compiled graph does."""
     run(*arguments, stream=stream(), **options)
 
@@ -125,16 +127,16 @@ class KernelLoader:
         self,
         plan: RankPlan,
         device: torch.device,
-        folder: Path | None = None,
+        directory: Path | None = None,
         *,
-        lacks: Callable[[torch.device], Refusal | None] = lacks_hardware,
-        stream: Callable[[torch.device], int] = current_stream,
+        lacks: Callable[[torch.device], Refusal | None] = find_missing_hardware,
+        stream: Callable[[torch.device], int] = get_current_stream,
     ) -> None:
         self.calls = {row["call"]: row for row in plan.kernels.iter_rows(named=True)}
-        self._device, self._folder, self._lacks, self._stream = device, folder, lacks, stream
+        self._device, self._folder, self._lacks, self._stream = device, directory, lacks, stream
         self._modules: dict[str, ModuleType] = {}
 
-    def bind(self, call: int, arguments: str) -> Bound:
+    def bind(self, call: int, arguments: str) -> BoundCall:
         """A kernel with its arguments.
 
         Args:
@@ -146,22 +148,22 @@ class KernelLoader:
         """
         kernel = self.calls[call]
         if kernel["source"] is None:
-            raise Unbindable(NO_SOURCES, KERNEL_REASONS[NO_SOURCES])
+            raise BindError(NO_SOURCES, KERNEL_REASONS[NO_SOURCES])
         if self._folder is None:
-            raise Unbindable(NOT_TRUSTED, KERNEL_REASONS[NOT_TRUSTED])
+            raise BindError(NOT_TRUSTED, KERNEL_REASONS[NOT_TRUSTED])
         if lack := self._lacks(self._device):
-            raise Unbindable(*lack)
+            raise BindError(*lack)
         try:
             module = self._modules.get(kernel["sha256"]) or self._imported(self._folder / kernel["sha256"], kernel)
         except Exception as error:  # a stranger's module may raise anything
-            raise Unbindable("other-kernel", f"{kernel['file']}: {type(error).__name__}: {error}") from error
+            raise BindError("other-kernel", f"{kernel['file']}: {type(error).__name__}: {error}") from error
         # It is named `triton_` where PyTorch was not told to give each kernel a name of its own.
         run = getattr(getattr(module, kernel["name"], getattr(module, "triton_", None)), "run", None)
         if run is None:
-            raise Unbindable("other-kernel", f"{kernel['file']} has no kernel {kernel['name']!r}")
+            raise BindError("other-kernel", f"{kernel['file']} has no kernel {kernel['name']!r}")
         values = msgspec.json.decode(arguments, type=list)
         tensors = [isinstance(value, dict) for value in values]
-        bound = Bound(launch)
+        bound = BoundCall(run_kernel)
         bound.arguments = [run, lambda: self._stream(self._device), self._options(kernel["grid"])]
         for value, is_tensor in zip(values, tensors, strict=True):
             if is_tensor:
@@ -169,10 +171,10 @@ class KernelLoader:
             bound.arguments.append(None if is_tensor else value)
         return bound
 
-    def _imported(self, folder: Path, kernel: Mapping[str, str]) -> ModuleType:
+    def _imported(self, directory: Path, kernel: Mapping[str, str]) -> ModuleType:
         """The module of a source, which Triton must be able to read as a file."""
-        folder.mkdir(exist_ok=True)
-        path = folder / kernel["file"]
+        directory.mkdir(exist_ok=True)
+        path = directory / kernel["file"]
         path.write_bytes(kernel["source"].encode())
         spec = importlib.util.spec_from_file_location(f"traceloom_kernel_{kernel['sha256']}", path)
         assert spec is not None
@@ -192,5 +194,5 @@ class KernelLoader:
 
         function = getattr(triton_heuristics, match[1], None) if match[1] in _GRIDS else None
         if function is None:
-            raise Unbindable("other-kernel", f"its grid is {grid}, and this PyTorch has no such function")
+            raise BindError("other-kernel", f"its grid is {grid}, and this PyTorch has no such function")
         return {"grid": function(*numbers)}

@@ -28,14 +28,14 @@ from traceloom.workload.replay.measure_rank import (
     half_width,
     measure_here,
 )
-from traceloom.workload.replay.ranks import Say, run_processes
+from traceloom.workload.replay.ranks import StatusCallback, run_processes
 from traceloom.workload.simulate.calibrate import (
     SAMPLES,
     TRANSFERS,
     Calibration,
+    build_measured_transfers,
+    build_network,
     fit_transfers,
-    measured_transfers,
-    network_of,
 )
 from traceloom.workload.simulate.machine import Dimension, Machine
 
@@ -51,16 +51,16 @@ def fit_machine(task: Task, recorded: Recorded) -> Calibration:
     dimensions: tuple[Dimension, ...] = ()
     left_out = dict(recorded.left_out)
     if samples.height:
-        dimensions, notices = network_of(task.ranks, task.per_host, transfers, samples, recorded.device)
+        dimensions, notices = build_network(task.ranks, task.per_host, transfers, samples, recorded.device)
     elif task.ranks == 1:
         left_out["the network"] = "one rank has nobody to communicate with"
     if left_out:
-        reasons = "; ".join(f"{what}: {reason}" for what, reason in left_out.items())
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in left_out.items())
         notices.append(Notice("transfers-not-measured", "warning", f"not measured: {reasons}", len(left_out)))
-    every = [*recorded.transfers, *recorded.kernels]
-    unsure = sum(half_width(np.array(series.times_ns)) > _UNSURE for series in every)
+    all_series = [*recorded.transfers, *recorded.kernels]
+    unsure = sum(half_width(np.array(series.times_ns)) > _UNSURE for series in all_series)
     if unsure:
-        text = f"{unsure} of {len(every)} medians are not known to 10 %: other work ran at the same time"
+        text = f"{unsure} of {len(all_series)} medians are not known to 10 %: other work ran at the same time"
         notices.append(Notice("medians-unsure", "warning", text, unsure))
     if samples.height and not recorded.one_clock:
         text = "ranks have no clock in common: times are the slowest rank's, after a barrier"
@@ -72,29 +72,29 @@ def fit_machine(task: Task, recorded: Recorded) -> Calibration:
         source=f"traceloom calibrate --here {__version__}: {samples.height:,} collectives over {task.backend}",
         per_host=task.per_host,
         device=published if isinstance(published, Peak) else _measured_peak(recorded),
-        transfers=measured_transfers(transfers),
+        transfers=build_measured_transfers(transfers),
     )
     return Calibration(machine, transfers, samples, tuple(notices))
 
 
-def _samples(every: Sequence[Series]) -> pl.DataFrame:
+def _samples(all_series: Sequence[Series]) -> pl.DataFrame:
     """`SAMPLES`: one row per time of each series."""
     parts = [
         pl.DataFrame({"transfer_ns": np.rint(series.times_ns)}).with_columns(
             collective=pl.lit(series.what), span=pl.lit(series.variety), ranks=pl.lit(series.ranks),
             size_bytes=pl.lit(series.size), bus_bytes=pl.lit(series.amount), run=0, whole=True,
         ).pipe(cast_to_schema, SAMPLES)
-        for series in every
+        for series in all_series
     ]  # fmt: skip
     return pl.concat([SAMPLES.to_frame(), *parts])
 
 
-def _medians(every: Sequence[Series]) -> pl.DataFrame:
+def _medians(all_series: Sequence[Series]) -> pl.DataFrame:
     """The median of each series, with the error that a line may have there."""
     rows = [
         (series.what, series.variety, series.ranks, series.size, series.amount, float(np.median(series.times_ns)),
          _MODEL_ERROR + half_width(np.array(series.times_ns)) / 2)
-        for series in every
+        for series in all_series
     ]  # fmt: skip
     columns = ["collective", "span", "ranks", "size_bytes", "bus_bytes", "transfer_ns", "error"]
     return pl.DataFrame(rows, schema=columns, orient="row")
@@ -147,7 +147,7 @@ def measure(
     max_bytes: int | None = None,
     factor: int = 4,
     precision: float = 0.03,
-    say: Say = lambda _: None,
+    on_status: StatusCallback = lambda _: None,
 ) -> Calibration:
     """Measure the collectives and kernels of this machine, and fit a machine to them.
 
@@ -160,7 +160,7 @@ def measure(
         max_bytes: The largest message; None: 64 MiB on processors, 256 MiB on devices.
         factor: From one size to the next.
         precision: Each is repeated until its median is known to this part of it, or for some tenths of a second.
-        say: Is told what is being done.
+        on_status: Is told what is being done.
 
     Raises:
         UsageError: slugs `too-few-devices`, `wrong-usage`.
@@ -181,7 +181,9 @@ def measure(
     if process:
         count, per_host = process.ranks, process.per_host
     else:
-        count = per_host = ranks or (usable if device != "cpu" else min(_MAX_RANKS_ON_PROCESSORS, processes.cores()))
+        count = per_host = ranks or (
+            usable if device != "cpu" else min(_MAX_RANKS_ON_PROCESSORS, processes.count_cores())
+        )
     if device != "cpu" and per_host > usable:
         message = f"{per_host} ranks need as many devices, there are {usable}"
         raise UsageError(message, slug="too-few-devices", hint=f"--ranks {usable}, or --device cpu")
@@ -195,14 +197,14 @@ def measure(
         precision,
         _TIMEOUT_S,
         "env://",
-        None if process or device != "cpu" else max(processes.cores() // count, 1),
+        None if process or device != "cpu" else max(processes.count_cores() // count, 1),
     )
     if process:
-        return fit_machine(task, measure_here(task, process.rank, say))
-    with processes.shared_folder() as folder:
-        job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{folder}/meeting"))}
+        return fit_machine(task, measure_here(task, process.rank, on_status))
+    with processes.create_shared_directory() as directory:
+        job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{directory}/meeting"))}
         main = "traceloom.workload.replay.measure_rank"
-        answers = run_processes(main, job, range(count), folder, say, hint=FAILED_HINT)
+        answers = run_processes(main, job, range(count), directory, on_status, hint=FAILED_HINT)
     return fit_machine(task, msgspec.convert(answers[0]["recorded"], Recorded))
 
 
@@ -212,7 +214,7 @@ def _device(name: str | None) -> tuple[str, int]:
 
     kinds = {kind: getattr(torch, kind, None) for kind in BACKENDS}
     counts = {kind: module.device_count() for kind, module in kinds.items() if module and module.is_available()}
-    counts["cpu"] = processes.cores()
+    counts["cpu"] = processes.count_cores()
     if name is None:
         name = next(iter(counts))
     if not counts.get(name):
@@ -224,7 +226,9 @@ def _device(name: str | None) -> tuple[str, int]:
 def _backend(name: str) -> str:
     import torch.distributed as dist
 
-    usable = [each for each in ("gloo", *BACKENDS.values(), "mpi", "ucc") if dist.is_backend_available(each)]
+    usable = [
+        candidate for candidate in ("gloo", *BACKENDS.values(), "mpi", "ucc") if dist.is_backend_available(candidate)
+    ]
     if name not in usable:
         message = f"this torch has no backend `{name}`"
         raise InputError(message, slug="no-backend", hint=f"it has {', '.join(usable)}")

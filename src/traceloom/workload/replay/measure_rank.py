@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from traceloom.analyze.bandwidth import bus_factor
+from traceloom.analyze.bandwidth import compute_bus_factor
 from traceloom.analyze.placed_calls import Peak, find
 from traceloom.errors import InputError, PartialError
 from traceloom.trace.array_types import Array, Floats, Ints
-from traceloom.workload.replay.ranks import Say, take_part
+from traceloom.workload.replay.ranks import StatusCallback, take_part
 from traceloom.workload.simulate.machine import Span
 
 if TYPE_CHECKING:
@@ -158,26 +158,26 @@ def collective(
     import torch.distributed as dist
 
     part = max(size_bytes // _ELEMENT // len(members), 1)
-    whole = torch.zeros(part * len(members), device=device)
+    buffer = torch.zeros(part * len(members), device=device)
     calls: dict[str, Callable[[], object]] = {}
     if kind in {"all_gather", "reduce_scatter"}:
-        own = torch.zeros(part, device=device)
+        rank_part = torch.zeros(part, device=device)
         # the newer names do not warn
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        calls["all_gather"] = lambda: gather(whole, own, group=group)
-        calls["reduce_scatter"] = lambda: scatter(own, whole, group=group)
+        calls["all_gather"] = lambda: gather(buffer, rank_part, group=group)
+        calls["reduce_scatter"] = lambda: scatter(rank_part, buffer, group=group)
     elif kind == "all_to_all":
-        received = torch.empty_like(whole)
-        calls["all_to_all"] = lambda: dist.all_to_all_single(received, whole, group=group)
+        received = torch.empty_like(buffer)
+        calls["all_to_all"] = lambda: dist.all_to_all_single(received, buffer, group=group)
     elif kind == "send":
         sends = dist.get_rank() == members[0]
         calls["send"] = lambda: (
-            dist.send(whole, members[1], group=group) if sends else dist.recv(whole, members[0], group=group)
+            dist.send(buffer, members[1], group=group) if sends else dist.recv(buffer, members[0], group=group)
         )
-    calls["all_reduce"] = lambda: dist.all_reduce(whole, group=group)
-    calls["broadcast"] = lambda: dist.broadcast(whole, members[0], group=group)
-    return calls[kind], whole.numel() * _ELEMENT
+    calls["all_reduce"] = lambda: dist.all_reduce(buffer, group=group)
+    calls["broadcast"] = lambda: dist.broadcast(buffer, members[0], group=group)
+    return calls[kind], buffer.numel() * _ELEMENT
 
 
 _ROWS = {"cpu": (128, 1024)}
@@ -245,8 +245,8 @@ def half_width(times: Floats) -> float:
         0.0
     """
     ordered = np.sort(times)
-    inside = math.floor(times.size / 2 - _SIGMAS * math.sqrt(times.size) / 2)
-    low, high = ordered[max(inside, 0)], ordered[-1 - max(inside, 0)]
+    skipped_count = math.floor(times.size / 2 - _SIGMAS * math.sqrt(times.size) / 2)
+    low, high = ordered[max(skipped_count, 0)], ordered[-1 - max(skipped_count, 0)]
     return float((high - low) / 2 / np.median(times))
 
 
@@ -273,13 +273,13 @@ def main() -> None:
     )
 
 
-def measure_here(task: Task, rank: int, say: Say) -> Recorded:
+def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
     """Take part in a measurement.
 
     Args:
         task: The same on all ranks.
         rank: Of this process.
-        say: Is told what is being measured.
+        on_status: Is told what is being measured.
 
     Raises:
         InputError: slug `no-rendezvous`: the ranks do not find each other.
@@ -300,14 +300,14 @@ def measure_here(task: Task, rank: int, say: Say) -> Recorded:
         try:
             process = _Process(task, rank, device, control)
             left_out: dict[str, str] = {}
-            known = process.gathered(np.array([isinstance(find(name), Peak)])).all()
-            of_kernels = [] if known else list(process.kernels(say))
-            transfers = [series for group in task.groups() for series in process.transfers(group, left_out, say)]
+            is_known = process.gathered(np.array([isinstance(find(name), Peak)])).all()
+            kernel_series = [] if is_known else list(process.kernels(on_status))
+            transfers = [series for group in task.groups() for series in process.transfers(group, left_out, on_status)]
             one_clock = process.one_clock
         except RuntimeError as error:  # as torch says whatever fails
             message = f"rank {rank} failed: {first_line(error)}"
             raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
-    return Recorded(transfers, of_kernels, left_out, name, one_clock)
+    return Recorded(transfers, kernel_series, left_out, name, one_clock)
 
 
 def first_line(error: Exception) -> str:
@@ -370,17 +370,17 @@ class _Process:
     def one_clock(self) -> bool:
         """Whether all ranks read the same clock: those of one host do, but no event of a device is on it."""
         boot = _BOOT.read_text(encoding="ascii") if _BOOT.exists() else platform.node()
-        own = np.frombuffer(boot.strip().encode()[:40].ljust(40), dtype=np.int64)
-        return self.device.type == "cpu" and bool((self.gathered(own) == own).all())
+        boot_id = np.frombuffer(boot.strip().encode()[:40].ljust(40), dtype=np.int64)
+        return self.device.type == "cpu" and bool((self.gathered(boot_id) == boot_id).all())
 
-    def transfers(self, group: Group, left_out: dict[str, str], say: Say) -> Iterator[Series]:
+    def transfers(self, group: Group, left_out: dict[str, str], on_status: StatusCallback) -> Iterator[Series]:
         """The collectives of a group, of all sizes; the reason of a kind that fails goes to `left_out`."""
         import torch.distributed as dist
 
         count = len(group.ranks)
         joined = dist.new_group(list(group.ranks), backend=self.task.backend)
         for kind in group.kinds:
-            say(f"{kind} of {count} ranks")
+            on_status(f"{kind} of {count} ranks")
             for nominal in self.task.sizes:
                 call, size, reason = None, 0, ""
                 if self.rank in group.ranks:
@@ -395,7 +395,7 @@ class _Process:
                     break
                 times = self.repeated(partial(self.burst, call, joined), group.ranks, one_clock=self.one_clock)
                 size = int(states[:, 1].max())
-                yield Series(kind, group.span, count, size, size * bus_factor(kind, count), times.tolist())
+                yield Series(kind, group.span, count, size, size * compute_bus_factor(kind, count), times.tolist())
 
     def burst(self, call: Callable[[], object] | None, group: Any) -> Ints:
         """When collectives began and ended on this rank, all ranks being ready; shape (calls, 2), ns."""
@@ -415,16 +415,16 @@ class _Process:
         module = getattr(torch, self.device.type)
         ready = torch.zeros(1, device=self.device)
         events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in spans]
-        for begin, end in events:
+        for start, end in events:
             dist.all_reduce(ready, group=group)  # on the stream, as a barrier that no host waits for
-            begin.record()
+            start.record()
             call()
             end.record()
         module.synchronize()
-        spans[:, 1] = [round(begin.elapsed_time(end) * 1e6) for begin, end in events]
+        spans[:, 1] = [round(start.elapsed_time(end) * 1e6) for start, end in events]
         return spans
 
-    def kernels(self, say: Say) -> Iterator[Series]:
+    def kernels(self, on_status: StatusCallback) -> Iterator[Series]:
         """The kernels, on all ranks at the same time, as they compute in a job."""
         ranks = range(self.task.ranks)
         ended = ("", "")
@@ -432,7 +432,7 @@ class _Process:
             kind = kernel.name, kernel.element_type
             if kind == ended:
                 continue
-            say(f"{kernel.name.replace('_', ' ')} {kernel.element_type}")
+            on_status(f"{kernel.name.replace('_', ' ')} {kernel.element_type}")
             self.per_call(kernel.call, 1)
             calls = int(np.clip(_BURST_NS / self.per_call(kernel.call, 1), 1, _MOST_CALLS))
             times = self.repeated(partial(self.bursts, kernel.call, calls), ranks, one_clock=False)
@@ -449,10 +449,10 @@ class _Process:
         import torch
 
         if self.device.type == "cpu":
-            begin = time.monotonic_ns()
+            start_ns = time.monotonic_ns()
             for _ in range(calls):
                 call()
-            return max(time.monotonic_ns() - begin, 1) / calls
+            return max(time.monotonic_ns() - start_ns, 1) / calls
         module = getattr(torch, self.device.type)
         first, last = (module.Event(enable_timing=True) for _ in range(2))
         first.record()
@@ -467,19 +467,19 @@ class _Process:
         times = np.empty(0)
         burst()
         while not enough(times, self.task.precision):
-            begin, end = np.moveaxis(self.gathered(burst())[list(members)], 2, 0)  # (members, calls) each
-            taken = end.max(axis=0) - begin.max(axis=0) if one_clock else (end - begin).max(axis=0)
-            times = np.concatenate([times, np.maximum(taken, 1)])
+            start_ns, end = np.moveaxis(self.gathered(burst())[list(members)], 2, 0)  # (members, calls) each
+            durations_ns = end.max(axis=0) - start_ns.max(axis=0) if one_clock else (end - start_ns).max(axis=0)
+            times = np.concatenate([times, np.maximum(durations_ns, 1)])
         return times
 
-    def gathered(self, own: Array) -> Array:
+    def gathered(self, local: Array) -> Array:
         """An array of every rank, all of the same shape; shape (ranks, ...)."""
         if self.control is None:
-            return own[None]
+            return local[None]
         import torch
         import torch.distributed as dist
 
-        sent = torch.from_numpy(own.copy())
+        sent = torch.from_numpy(local.copy())
         received = [torch.empty_like(sent) for _ in range(self.task.ranks)]
         dist.all_gather(received, sent, group=self.control)
         stacked: Array = torch.stack(received).numpy()

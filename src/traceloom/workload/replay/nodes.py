@@ -13,19 +13,19 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from traceloom.formats.kineto_metadata import whole
+from traceloom.formats.kineto_metadata import parse_whole_number
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import nearest
+from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.trace import HostTrace
 from traceloom.workload.replay.schema import OperatorSchema
 from traceloom.workload.replay.values import (
     Layout,
     RecordedTensor,
-    count_of,
-    kinds_of,
-    layout_of,
-    storages_of,
-    tensors_of,
+    build_layout,
+    count_tensors,
+    list_storages,
+    list_tensors,
+    parse_kinds,
 )
 
 Level = Literal["outermost", "leaf"]
@@ -37,7 +37,7 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 _NO_SCOPE = (
     r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
 )
-_OWN = r"^traceloom\.(?:module|scope):"
+_RECORDER_SCOPES = r"^traceloom\.(?:module|scope):"
 _PHASES = {"Optimizer.": "optimizer", "enumerate(DataLoader)": "loading", _BACKWARD: "backward"}
 
 
@@ -53,7 +53,7 @@ class Attributes(msgspec.Struct, gc=False):
 
 
 @dataclass(frozen=True)
-class TensorsOf:
+class NodeTensors:
     """The tensors on one side of all nodes: by row, decoded when they are asked for.
 
     Attributes:
@@ -73,22 +73,22 @@ class TensorsOf:
             self.unreadable[row] = layout
             return []
         try:
-            return tensors_of(self.values[row], layout)
+            return list_tensors(self.values[row], layout)
         except (TypeError, ValueError, IndexError, KeyError) as error:
             self.unreadable[row] = str(error)
             return []
 
     def storages(self, rows: Iterable[int]) -> tuple[Ints, Ints]:
         """The numbers of their storages alone: the row and the number of each; none of what is unreadable."""
-        at: list[int] = []
+        storage_rows: list[int] = []
         numbers: list[int] = []
         for row in rows:
             layout = self.layouts[row]
             if layout and not isinstance(layout, str):
-                storages = storages_of(self.values[row], layout)
+                storages = list_storages(self.values[row], layout)
                 numbers += storages
-                at += [row] * len(storages)
-        return np.array(at, dtype=np.int64), np.array(numbers, dtype=np.int64)
+                storage_rows += [row] * len(storages)
+        return np.array(storage_rows, dtype=np.int64), np.array(numbers, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -116,43 +116,43 @@ class Nodes:
         """Decode a host trace. Values that are no JSON (half a file) count as none."""
         ops = host.ops
         ids = ops["id"].to_numpy()
-        above = ops["parent"].fill_null(-1).to_numpy()
-        row = np.minimum(np.searchsorted(ids, above), max(ids.size - 1, 0))
-        parent = np.where((ids[row] == above) & (row < np.arange(ids.size)), row, -1) if ids.size else row
+        parent_ids = ops["parent"].fill_null(-1).to_numpy()
+        row = np.minimum(np.searchsorted(ids, parent_ids), max(ids.size - 1, 0))
+        parent = np.where((ids[row] == parent_ids) & (row < np.arange(ids.size)), row, -1) if ids.size else row
         texts = ops["attributes"].unique()  # most nodes have those of another
-        attributes = dict(zip(texts.to_list(), _decoded(texts, Attributes, "{}"), strict=True))
+        attributes = dict(zip(texts.to_list(), _decode_values(texts, Attributes, "{}"), strict=True))
         return cls(
             host,
             parent.astype(np.int64),
-            _decoded(ops["inputs"], list[Any]),
-            _decoded(ops["outputs"], list[Any]),
+            _decode_values(ops["inputs"], list[Any]),
+            _decode_values(ops["outputs"], list[Any]),
             [attributes[text] for text in ops["attributes"].to_list()],
         )
 
     @cached_property
-    def read(self) -> TensorsOf:
+    def read(self) -> NodeTensors:
         """The tensors among the inputs of each node."""
         return self._tensors(self.inputs, "input")
 
     @cached_property
-    def returned(self) -> TensorsOf:
+    def returned(self) -> NodeTensors:
         """The tensors among the outputs of each node."""
         return self._tensors(self.outputs, "output")
 
-    def _tensors(self, values: Sequence[list[Any]], side: str) -> TensorsOf:
+    def _tensors(self, values: Sequence[list[Any]], side: str) -> NodeTensors:
         """Most nodes are recorded with the same types, shapes and strides as another: these are read once."""
         ops = self.host.ops
         texts = [f"{side}_types", f"{side}_shapes", "attributes"]
         first = ops.with_row_index("row").select(pl.col("row").first().over(texts)).to_series()
         rows = first.unique()
-        shapes = _decoded(ops[f"{side}_shapes"].gather(rows), list[Any])
+        shapes = _decode_values(ops[f"{side}_shapes"].gather(rows), list[Any])
         layouts: dict[int, Layout | str] = {}
         for row, types, shape in zip(rows.to_list(), ops[texts[0]].gather(rows).to_list(), shapes, strict=True):
             try:
-                layouts[row] = layout_of(kinds_of(types), shape, getattr(self.attributes[row], f"{side}_strides"))
+                layouts[row] = build_layout(parse_kinds(types), shape, getattr(self.attributes[row], f"{side}_strides"))
             except (TypeError, ValueError, IndexError, KeyError) as error:  # noqa: PERF203  (files that are damaged)
                 layouts[row] = str(error)
-        return TensorsOf(values, [layouts[row] for row in first.to_list()], self.unreadable)
+        return NodeTensors(values, [layouts[row] for row in first.to_list()], self.unreadable)
 
     @cached_property
     def ranges(self) -> dict[int, dict[int, tuple[int, int]]]:
@@ -194,17 +194,21 @@ class Nodes:
     @cached_property
     def steps(self) -> Ints:
         """Number of the step that each node is in; -1 before the first, where there is any mark of one."""
-        named = self.host.ops.select(pl.col("name").str.extract(_STEP).cast(pl.Int64)).to_series()
-        marks = np.flatnonzero(named.is_not_null().to_numpy())
-        numbers = named.drop_nulls().to_numpy()
-        at = np.searchsorted(marks, np.arange(named.len()), side="right") - 1
-        return np.where(at >= 0, numbers[np.maximum(at, 0)], -1) if marks.size else np.full(named.len(), -1)
+        step_numbers = self.host.ops.select(pl.col("name").str.extract(_STEP).cast(pl.Int64)).to_series()
+        marks = np.flatnonzero(step_numbers.is_not_null().to_numpy())
+        numbers = step_numbers.drop_nulls().to_numpy()
+        mark_index = np.searchsorted(marks, np.arange(step_numbers.len()), side="right") - 1
+        return (
+            np.where(mark_index >= 0, numbers[np.maximum(mark_index, 0)], -1)
+            if marks.size
+            else np.full(step_numbers.len(), -1)
+        )
 
     @cached_property
     def scopes(self) -> list[str]:
         """The user's scopes around each node, outermost first; a backward op has those of its forward op."""
         ops = self.host.ops
-        names = ops["name"].str.replace(_OWN, "").to_list()
+        names = ops["name"].str.replace(_RECORDER_SCOPES, "").to_list()
         labels = (
             ~self.has_schema
             & ~self.host.roots().to_numpy()
@@ -214,23 +218,23 @@ class Nodes:
         sequence = ops["sequence"].fill_null(-1).to_numpy()
         in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[self.parent]
         # Rows at which the scopes may be others than above them; forward ops are met on the way.
-        turns = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
-        above = nearest(self.parent, turns)
-        own = np.where(turns, np.arange(turns.size), above).tolist()
+        is_boundary = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
+        nearest = find_nearest_ancestor(self.parent, is_boundary)
+        scope_rows = np.where(is_boundary, np.arange(is_boundary.size), nearest).tolist()
         forward: dict[int, int] = {}
         paths = {-1: ""}
-        for row in np.flatnonzero(turns | (self.has_schema & (sequence >= 0))).tolist():
+        for row in np.flatnonzero(is_boundary | (self.has_schema & (sequence >= 0))).tolist():
             number = int(sequence[row])
-            if not turns[row]:
+            if not is_boundary[row]:
                 forward[number] = row
                 continue
-            path, name = paths[int(above[row])], names[row]
+            path, name = paths[int(nearest[row])], names[row]
             if number >= 0 and in_backward[row] and number in forward:
-                path = paths[own[forward[number]]]
+                path = paths[scope_rows[forward[number]]]
             if labels[row]:  # a module's name is its whole path already
                 path = name if not path or name.startswith(f"{path}.") else f"{path}/{name}"
             paths[row] = path
-        return [paths[row] for row in own]
+        return [paths[row] for row in scope_rows]
 
     @cached_property
     def phases(self) -> list[str]:
@@ -240,13 +244,13 @@ class Nodes:
             name: next((phase for start, phase in _PHASES.items() if name.startswith(start)), None)
             for name in set(names)
         }
-        own = [phases[name] for name in names]
-        marked = np.fromiter(map(bool, own), dtype=np.bool_, count=len(own))
-        at = np.where(marked, np.arange(marked.size), nearest(self.parent, marked))
-        return [own[row] or "" if row >= 0 else "forward" for row in at.tolist()]
+        own_phases = [phases[name] for name in names]
+        marked = np.fromiter(map(bool, own_phases), dtype=np.bool_, count=len(own_phases))
+        phase_rows = np.where(marked, np.arange(marked.size), find_nearest_ancestor(self.parent, marked))
+        return [own_phases[row] or "" if row >= 0 else "forward" for row in phase_rows.tolist()]
 
 
-def _decoded(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
+def _decode_values(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
     """Values out of a column of JSON text, all at once where every text is well-formed; `kind()` where one is not."""
     texts = texts.fill_null(nothing)
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
@@ -269,63 +273,65 @@ def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
     is opened where its inner results are used outside of it: else nobody would have made them. `leaf`: every such op
     is opened. Communication is taken as a whole.
     """
-    takes = nodes.runs
-    around = nearest(nodes.parent, takes)
-    calls = np.zeros(takes.size, dtype=np.bool_)
-    calls[around[takes & (around >= 0)]] = True
+    is_runnable = nodes.runs
+    caller = find_nearest_ancestor(nodes.parent, is_runnable)
+    calls = np.zeros(is_runnable.size, dtype=np.bool_)
+    calls[caller[is_runnable & (caller >= 0)]] = True
     # An op that does something itself cannot be replaced by those that it calls.
-    opened = calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(composite_ops()).to_numpy()
+    opened = calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(read_composite_ops()).to_numpy()
     if level == "outermost" and opened.any():
-        opened = _opened(nodes, opened)
+        opened = _find_leaking_ops(nodes, opened)
     # outermost once the opened ones are no ops any more
-    left = takes & ~opened
-    return np.flatnonzero(left & (nearest(nodes.parent, left) < 0))
+    remaining = is_runnable & ~opened
+    return np.flatnonzero(remaining & (find_nearest_ancestor(nodes.parent, remaining) < 0))
 
 
 @cache
-def composite_ops() -> list[str]:
+def read_composite_ops() -> list[str]:
     """Ops that are nothing but calls of other ops; written by `scripts/composite_ops.py`."""
     text = resources.files("traceloom.workload.replay").joinpath("composite_ops.txt").read_text(encoding="utf-8")
     return [f"aten::{name}" for name in text.split()]
 
 
-def _opened(nodes: Nodes, composite: Bools) -> Bools:
+def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
     """Composite ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
     acts = np.flatnonzero(nodes.runs).tolist()
     (read_row, read_storage), (made_row, made_storage) = nodes.read.storages(acts), nodes.returned.storages(acts)
     count = composite.size
-    outer = nearest(nodes.parent, composite)
+    outer = find_nearest_ancestor(nodes.parent, composite)
     inner = made_storage[(composite | (outer >= 0))[made_row]]  # no others matter
     is_inner = np.isin(read_storage, inner), np.isin(made_storage, inner)
     read_row, made_row = read_row[is_inner[0]], made_row[is_inner[1]]
     _, number = np.unique(np.concatenate([read_storage[is_inner[0]], made_storage[is_inner[1]]]), return_inverse=True)
     # an occurrence: the storage, and within those of it the row
-    read, made = number[: read_row.size] * count + read_row, number[read_row.size :] * count + made_row
-    occurs = np.sort(np.concatenate([read, made]))
-    written = np.sort(made[~np.isin(made, read)])
+    read, creations = number[: read_row.size] * count + read_row, number[read_row.size :] * count + made_row
+    occurs = np.sort(np.concatenate([read, creations]))
+    written = np.sort(creations[~np.isin(creations, read)])
     before = np.searchsorted(written, read) - 1  # the last that wrote to it before it was read
     source = written[np.maximum(before, 0)] if written.size else read
     is_made = (before >= 0) & (source // count == read // count)
-    at = np.where(composite[source % count], source % count, outer[source % count])[is_made]
+    hider_rows = np.where(composite[source % count], source % count, outer[source % count])[is_made]
     storage, row = read[is_made] - read_row[is_made], read_row[is_made]
     opened = np.zeros(count, dtype=np.bool_)
     parent = nodes.parent.tolist()
-    while (inside := at >= 0).any():
-        storage, row, at = storage[inside], row[inside], at[inside]
-        hides = np.flatnonzero(occurs[np.searchsorted(occurs, storage + at) % occurs.size] != storage + at)
+    while (is_within := hider_rows >= 0).any():
+        storage, row, hider_rows = storage[is_within], row[is_within], hider_rows[is_within]
+        hides = np.flatnonzero(
+            occurs[np.searchsorted(occurs, storage + hider_rows) % occurs.size] != storage + hider_rows
+        )
         for pair in hides.tolist():
-            above, hider = int(row[pair]), int(at[pair])
-            while above > hider:
-                above = parent[above]
-            if above == hider:
-                at[pair] = -1
+            ancestor, hider = int(row[pair]), int(hider_rows[pair])
+            while ancestor > hider:
+                ancestor = parent[ancestor]
+            if ancestor == hider:
+                hider_rows[pair] = -1
             else:
                 opened[hider] = True
-        at = np.where(at >= 0, outer[at], -1)
+        hider_rows = np.where(hider_rows >= 0, outer[hider_rows], -1)
     return opened
 
 
-def within(nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None) -> Ints:
+def filter_rows(nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None) -> Ints:
     """Those of the rows in some steps, and below a scope of a name."""
     if steps is not None:
         rows = rows[np.isin(nodes.steps[rows], list(steps))]
@@ -380,7 +386,7 @@ class Exchange(NamedTuple):
     asynchronous: bool = True
 
 
-def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: int | None) -> Exchange:
+def read_exchange(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: int | None) -> Exchange:
     """What a node of communication does.
 
     Args:
@@ -389,86 +395,96 @@ def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: in
         schema: Its schema; None for `record_param_comms`.
         inner: The `record_param_comms` within, which names the group.
     """
-    about = _recorded(nodes, inner if schema is not None else row)
+    details = _parse_communication(nodes, inner if schema is not None else row)
     if schema is None:
-        kind = KINDS.get(about.get("name", "").lower())
+        kind = KINDS.get(details.get("name", "").lower())
         received = nodes.returned[row] or (nodes.read[row] if kind in _IN_PLACE | {"recv"} else [])
         sent = [] if kind == "recv" else nodes.read[row]
         return Exchange(
-            kind, sent, received, False, about.get("group"), about.get("sequence"), about.get("peer"),
-            about.get("splits", ([], [])),
+            kind, sent, received, False, details.get("group"), details.get("sequence"), details.get("peer"),
+            details.get("splits", ([], [])),
         )  # fmt: skip
     kind = KINDS.get(schema.name.strip("_"))
-    values, kinds = nodes.inputs[row], kinds_of(nodes.host.ops["input_types"][row])
+    values, kinds = nodes.inputs[row], parse_kinds(nodes.host.ops["input_types"][row])
     sides: tuple[list[RecordedTensor], list[RecordedTensor]] = ([], [])
     peer, asynchronous = None, True
     splits: tuple[list[int], list[int]] = ([], [])
     tensors = iter(nodes.read[row])
     for value, value_kind, argument in zip(values, kinds, schema.arguments, strict=False):
-        count = count_of(value_kind)
+        count = count_tensors(value_kind)
         if count:
             part = [next(tensors) for _ in range(count)]
             sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(part)
         elif argument.name in _PEERS:
-            peer = _rank(value)
+            peer = _parse_rank(value)
         elif argument.name in {"async_op", "asyncOp"}:
             asynchronous = value is not False
         elif argument.name in {"input_split_sizes", "output_split_sizes"} and isinstance(value, list):
-            splits[argument.name == "output_split_sizes"].extend(_rows(value))
+            splits[argument.name == "output_split_sizes"].extend(_parse_splits(value))
     sent, received = sides
     functional = schema.namespace != "c10d"
     if functional and not received:
         received = nodes.returned[row]
     elif kind in _IN_PLACE:
         received = sent
-    named = (value for value, of in zip(values, schema.arguments, strict=False) if of.name == "group_name")
-    group = about.get("group") or next((value for value in named if isinstance(value, str)), None)
+    group_names = (
+        value for value, declared in zip(values, schema.arguments, strict=False) if declared.name == "group_name"
+    )
+    group = details.get("group") or next((value for value in group_names if isinstance(value, str)), None)
     return Exchange(
-        kind, sent, received, functional and not schema.mutates, group, about.get("sequence"),
-        peer if peer is not None else about.get("peer"), splits if any(splits) else about.get("splits", ([], [])),
+        kind, sent, received, functional and not schema.mutates, group, details.get("sequence"),
+        peer if peer is not None else details.get("peer"), splits if any(splits) else details.get("splits", ([], [])),
         asynchronous and kind != "barrier",
     )  # fmt: skip
 
 
-def _rank(value: Any) -> int | None:
+def _parse_rank(value: Any) -> int | None:
     """A rank of a group, if it is one."""
-    number = whole(value)
+    number = parse_whole_number(value)
     return number if number is not None and 0 <= number < 2**31 else None
 
 
-def _rows(values: list[Any]) -> list[int]:
+def _parse_splits(values: list[Any]) -> list[int]:
     """Splits, if all of them are numbers of rows."""
-    rows = [whole(value) for value in values]
+    rows = [parse_whole_number(value) for value in values]
     return [row for row in rows if row is not None] if None not in rows else []
 
 
-def _recorded(nodes: Nodes, row: int | None) -> dict[str, Any]:
+def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
     """What `record_param_comms` says: [tensors], sequence, group, rank, name, splits sent, splits received, ..."""
     if row is None:
         return {}
-    values, kinds = nodes.inputs[row], kinds_of(nodes.host.ops["input_types"][row])
-    rest = [value for value, kind in zip(values, kinds, strict=False) if not count_of(kind)]
-    if rest and isinstance(rest[0], list) and not any(isinstance(value, str) for value in rest[:1]) and not rest[0]:
-        rest = rest[1:]  # a list of no tensors
+    values, kinds = nodes.inputs[row], parse_kinds(nodes.host.ops["input_types"][row])
+    other_values = [value for value, kind in zip(values, kinds, strict=False) if not count_tensors(kind)]
+    if (
+        other_values
+        and isinstance(other_values[0], list)
+        and not any(isinstance(value, str) for value in other_values[:1])
+        and not other_values[0]
+    ):
+        other_values = other_values[1:]  # a list of no tensors
     out: dict[str, Any] = {}
-    at = next((i for i, value in enumerate(rest) if isinstance(value, str)), None)
-    if at is None or at < 3:
+    name_index = next((i for i, value in enumerate(other_values) if isinstance(value, str)), None)
+    if name_index is None or name_index < 3:
         return out
-    sequence, group, rank = rest[at - 3 : at]
-    out["name"] = rest[at]
-    out["sequence"] = whole(sequence[0] if isinstance(sequence, list) and sequence else sequence)
+    sequence, group, rank = other_values[name_index - 3 : name_index]
+    out["name"] = other_values[name_index]
+    out["sequence"] = parse_whole_number(sequence[0] if isinstance(sequence, list) and sequence else sequence)
     out["group"] = str(nodes.attributes[row].pg_name or "") or (
         group[0] if isinstance(group, list) and group else str(group)
     )
-    if rest[at].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"} and _rank(rank) is not None:
+    if (
+        other_values[name_index].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"}
+        and _parse_rank(rank) is not None
+    ):
         out["peer"] = rank
-    lists = [value for value in rest[at + 1 : at + 3] if isinstance(value, list)]
+    lists = [value for value in other_values[name_index + 1 : name_index + 3] if isinstance(value, list)]
     if len(lists) == 2:
-        out["splits"] = (_rows(lists[0]), _rows(lists[1]))
+        out["splits"] = (_parse_splits(lists[0]), _parse_splits(lists[1]))
     return out
 
 
-def groups_of(nodes: Nodes, capture: dict[str, Any] | None, world_size: int, rank: int) -> list[dict[str, Any]]:
+def list_groups(nodes: Nodes, capture: dict[str, Any] | None, world_size: int, rank: int) -> list[dict[str, Any]]:
     """Process groups with their ranks: of the capture, else of the host trace, else all ranks as one."""
     listed = (capture or {}).get("groups")
     rows = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
@@ -488,7 +504,7 @@ def groups_of(nodes: Nodes, capture: dict[str, Any] | None, world_size: int, ran
     return list(out.values())
 
 
-def called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[str]]:
+def read_called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[str]]:
     """Groups of the collectives that a capture wrote down, in their order, by kind and bytes put in."""
     calls = (capture or {}).get("collectives")
     out: dict[tuple[str, int], list[str]] = {}
@@ -502,6 +518,6 @@ def called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[
     return out
 
 
-def tensors_bytes(tensors: list[RecordedTensor]) -> int:
+def count_bytes(tensors: list[RecordedTensor]) -> int:
     """Bytes of tensors."""
     return sum(tensor.elements * tensor.item_bytes for tensor in tensors)

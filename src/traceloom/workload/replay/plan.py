@@ -36,7 +36,7 @@ import polars as pl
 
 from traceloom.errors import broken
 from traceloom.system import files
-from traceloom.trace.frames import Result, schema
+from traceloom.trace.frames import Result, build_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.storage import ArchiveFormat
 
@@ -47,8 +47,8 @@ EVIDENCE = ("data", "range", "consumer", "guess")
 NO_SOURCES, NOT_TRUSTED = "no-sources", "not-trusted"  # why a stand-in takes the place of a compiled kernel
 SOURCE_NAME = re.compile(r"\w[\w-]*\.py")  # a file of a directory, never one elsewhere
 GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
-_Rows = pl.List(pl.UInt32)
-_Whole = pl.List(pl.Int64)
+_RowList = pl.List(pl.UInt32)
+_IntegerList = pl.List(pl.Int64)
 
 # fmt: off
 PLAN_SCHEMAS: dict[str, pl.Schema] = {
@@ -58,36 +58,36 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     # durations are those of the timed steps, empty where unknown; the gap is what the thread did before, since the end
     # of its previous op. `gpu_ns` is the time of the GPU work that it launched, null where there is none. `reason`
     # says why a stand-in takes the place of an op.
-    "ops": schema(
+    "ops": build_schema(
         "rank op node name action call collective inputs outputs thread stream step scope phase durations_ns gap_ns",
         "gpu_ns reason",
         {
             "op": pl.UInt32, "node": pl.Int64, "action": pl.Enum(ACTIONS), "call": pl.UInt32, "collective": pl.UInt32,
-            "inputs": _Rows, "outputs": _Rows, "thread": pl.Int32, "scope": pl.String, "durations_ns": _Whole,
+            "inputs": _RowList, "outputs": _RowList, "thread": pl.Int32, "scope": pl.String, "durations_ns": _IntegerList,
             "phase": pl.String,
         },
     ),
     # `flags` says what of the arguments is not what ran: `cut-list`, `rounded-number`, `unknown-object`.
-    "calls": schema(
+    "calls": build_schema(
         "rank call schema arguments flags",
         {"call": pl.UInt32, "arguments": pl.String, "flags": pl.List(pl.String)},
     ),
     # Calls of kernels that a compiled graph launched; `schema` of such a call is no schema. Their ops are stand-ins
     # until somebody trusts the source. `sha256` and `source` are null where that was not captured; `grid` is as
     # recorded, null since PyTorch 2.6.
-    "kernels": schema(
+    "kernels": build_schema(
         "rank call name file sha256 source grid",
         dict.fromkeys(("file", "sha256", "source", "grid"), pl.String) | {"call": pl.UInt32},
     ),
     # Offset and strides in elements.
-    "tensors": schema(
+    "tensors": build_schema(
         "rank tensor storage offset shape strides dtype",
-        {"tensor": pl.UInt32, "storage": pl.UInt32, "shape": _Whole, "strides": _Whole},
+        {"tensor": pl.UInt32, "storage": pl.UInt32, "shape": _IntegerList, "strides": _IntegerList},
     ),
     # `recorded` is the number in the host trace. An external one gets its content before the run and is kept over
     # iterations; the others are made by `first_op` and die after `last_op`. `content` is what an external one must
     # hold, integers from `low` to `high`, and `evidence` how that is known.
-    "storages": schema(
+    "storages": build_schema(
         "rank storage recorded bytes device external first_op last_op content low high evidence",
         {
             "storage": pl.UInt32, "recorded": pl.Int64, "device": pl.String, "external": pl.Boolean,
@@ -97,22 +97,22 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     ),
     # What integer tensors on external storages held, where it was dumped: rows one behind the other, in bytes of the
     # tensor's type, the least significant first. The rest of the storage holds integers from `low` to `high`.
-    "data": schema("rank tensor values", {"tensor": pl.UInt32, "values": pl.Binary}),
+    "data": build_schema("rank tensor values", {"tensor": pl.UInt32, "values": pl.Binary}),
     # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension, empty where equal.
-    "collectives": schema(
+    "collectives": build_schema(
         "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
-        {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _Whole, "splits_out": _Whole},
+        {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _IntegerList, "splits_out": _IntegerList},
     ),
     # Ops that are not run at all, and why.
-    "left_out": schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
+    "left_out": build_schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
     # The timed steps: how long each took, and the processor time of the process in it.
-    "steps": schema("rank step duration_ns cpu_ns"),
+    "steps": build_schema("rank step duration_ns cpu_ns"),
     # Compiled graphs, whose kernels for the CPU no host trace has: how many in a step, and their time outside of ops.
-    "holes": schema("rank name count duration_ns"),
-    "groups": schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
+    "holes": build_schema("rank name count duration_ns"),
+    "groups": build_schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
 }
 # fmt: on
-_OF_A_RANK = tuple(name for name, columns in PLAN_SCHEMAS.items() if "rank" in columns)
+_RANK_FRAMES = tuple(name for name, columns in PLAN_SCHEMAS.items() if "rank" in columns)
 _FORMAT = ArchiveFormat(
     "plan",
     another_slug="not-a-plan",
@@ -137,22 +137,22 @@ _FORMAT = ArchiveFormat(
 is_plan = _FORMAT.holds
 
 
-def empty_frame(name: str) -> pl.DataFrame:
+def build_empty_frame(name: str) -> pl.DataFrame:
     """A frame of a plan without rows."""
     return pl.DataFrame(schema=PLAN_SCHEMAS[name])
 
 
-def frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
+def build_frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
     """A frame of a plan from columns of Python values; lists go as JSON, which Polars reads faster than Python's."""
-    made = {}
+    series = {}
     for column, kind in PLAN_SCHEMAS[name].items():
         values = columns[column]
         if isinstance(kind, pl.List):
             rows = pl.Series(column, [msgspec.json.encode(values).decode()]).str.json_decode(pl.List(kind)).explode()
-            made[column] = rows.head(len(values))  # of no rows `explode` makes an empty one
+            series[column] = rows.head(len(values))  # of no rows `explode` makes an empty one
         else:
-            made[column] = pl.Series(column, values, dtype=kind)
-    return pl.DataFrame(made)
+            series[column] = pl.Series(column, values, dtype=kind)
+    return pl.DataFrame(series)
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,15 @@ class RankPlan:
 
     rank: int
     ops: pl.DataFrame
-    calls: pl.DataFrame = field(default_factory=lambda: empty_frame("calls"))
-    tensors: pl.DataFrame = field(default_factory=lambda: empty_frame("tensors"))
-    storages: pl.DataFrame = field(default_factory=lambda: empty_frame("storages"))
-    data: pl.DataFrame = field(default_factory=lambda: empty_frame("data"))
-    kernels: pl.DataFrame = field(default_factory=lambda: empty_frame("kernels"))
-    collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
-    left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
-    steps: pl.DataFrame = field(default_factory=lambda: empty_frame("steps"))
-    holes: pl.DataFrame = field(default_factory=lambda: empty_frame("holes"))
+    calls: pl.DataFrame = field(default_factory=lambda: build_empty_frame("calls"))
+    tensors: pl.DataFrame = field(default_factory=lambda: build_empty_frame("tensors"))
+    storages: pl.DataFrame = field(default_factory=lambda: build_empty_frame("storages"))
+    data: pl.DataFrame = field(default_factory=lambda: build_empty_frame("data"))
+    kernels: pl.DataFrame = field(default_factory=lambda: build_empty_frame("kernels"))
+    collectives: pl.DataFrame = field(default_factory=lambda: build_empty_frame("collectives"))
+    left_out: pl.DataFrame = field(default_factory=lambda: build_empty_frame("left_out"))
+    steps: pl.DataFrame = field(default_factory=lambda: build_empty_frame("steps"))
+    holes: pl.DataFrame = field(default_factory=lambda: build_empty_frame("holes"))
 
     def check(self) -> None:
         """Raise InvariantError where the plan of a rank cannot be run as it stands.
@@ -199,7 +199,7 @@ class RankPlan:
             frame = getattr(self, name)
             if not np.array_equal(frame[number].to_numpy(), np.arange(frame.height)):
                 raise broken("plan", f"the numbers of `{name}` are not 0, 1, 2, ...")
-        for name, column, of in (
+        for name, column, target_frame in (
             ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
             ("ops", "collective", "collectives"), ("tensors", "storage", "storages"), ("collectives", "op", "ops"),
             ("data", "tensor", "tensors"), ("kernels", "call", "calls"),
@@ -207,34 +207,34 @@ class RankPlan:
         ):  # fmt: skip
             values = getattr(self, name)[column]
             highest = (values.explode() if isinstance(values.dtype, pl.List) else values).max()
-            if highest is not None and int(highest) >= getattr(self, of).height:
-                raise broken("plan", f"`{column}` of `{name}` has no row in `{of}`")
+            if highest is not None and int(highest) >= getattr(self, target_frame).height:
+                raise broken("plan", f"`{column}` of `{name}` has no row in `{target_frame}`")
         has_call = self.ops["action"].is_in([RUN, STAND_IN])
         if (self.ops["call"].is_null() & (self.ops["action"] == RUN)).any() or (
             self.ops["call"].is_not_null() & ~has_call
         ).any():
             raise broken("plan", "calls are of ops that run, and of these alone")
         for text, sha256, file in {*self.kernels.select("source", "sha256", "file").rows()}:
-            named = SOURCE_NAME.fullmatch(file or "") is not None
-            if text is not None and not (named and hashlib.sha256(text.encode()).hexdigest() == sha256):
+            is_valid_name = SOURCE_NAME.fullmatch(file or "") is not None
+            if text is not None and not (is_valid_name and hashlib.sha256(text.encode()).hexdigest() == sha256):
                 raise broken("plan", f"the source of a kernel, {file!r}, is not the one that was captured")
         self._check_tensors()
         self._check_order()
 
     def _check_tensors(self) -> None:
         last = (pl.col("shape") - 1) * pl.col("strides")
-        ends = self.tensors.select(
+        extents = self.tensors.select(
             "storage",
             pl.col("dtype").replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64).alias("item"),
             (pl.col("offset") + last.list.sum()).alias("last"),
             (pl.col("shape").list.min() == 0).fill_null(value=False).alias("empty"),
             (pl.col("offset") < 0).alias("negative"),
         ).with_columns(self.storages["bytes"].gather(self.tensors["storage"]))
-        if ends["item"].null_count():
+        if extents["item"].null_count():
             raise broken("plan", "a tensor is of no type of PyTorch's")
-        outside = ~ends["empty"] & ((ends["last"] + 1) * ends["item"] > ends["bytes"]) | ends["negative"]
-        if outside.any():
-            raise broken("plan", f"{outside.sum()} tensors do not lie within their storages")
+        exceeds = ~extents["empty"] & ((extents["last"] + 1) * extents["item"] > extents["bytes"]) | extents["negative"]
+        if exceeds.any():
+            raise broken("plan", f"{exceeds.sum()} tensors do not lie within their storages")
         for tensor, values in self.data.select("tensor", "values").iter_rows():
             storage, shape, dtype = self.tensors.select("storage", "shape", "dtype").row(tensor)
             fits = len(values) == prod(shape) * ITEM_BYTES[dtype] and self.storages["external"][storage]
@@ -242,14 +242,14 @@ class RankPlan:
                 raise broken("plan", "data are of integer tensors from outside, and as long as these")
 
     def _check_order(self) -> None:
-        op, tensor, made, storage = (column.to_numpy() for column in self.uses())
+        op, tensor, is_output, storage = (column.to_numpy() for column in self.uses())
         first, last, external = (self.storages[name].to_numpy() for name in ("first_op", "last_op", "external"))
         if ((op < first[storage]) | (op > last[storage])).any():
             raise broken("plan", "a storage is used outside its life")
-        begins = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
-        np.minimum.at(begins, tensor[made], op[made])
-        read = ~made & ~external[storage]
-        if (begins[tensor[read]] >= op[read]).any():
+        first_made = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
+        np.minimum.at(first_made, tensor[is_output], op[is_output])
+        read = ~is_output & ~external[storage]
+        if (first_made[tensor[read]] >= op[read]).any():
             raise broken("plan", "a tensor is used that nothing has made")
 
     def with_lives(self) -> RankPlan:
@@ -275,10 +275,10 @@ class RankPlan:
             storages: Rows of `storages`; None: all.
         """
         storages = self.storages if storages is None else storages
-        made = storages.filter(~pl.col("external"))
+        allocated = storages.filter(~pl.col("external"))
         changes = np.zeros(self.ops.height + 1, dtype=np.int64)
-        np.add.at(changes, made["first_op"].to_numpy(), made["bytes"].to_numpy())
-        np.subtract.at(changes, made["last_op"].to_numpy() + 1, made["bytes"].to_numpy())
+        np.add.at(changes, allocated["first_op"].to_numpy(), allocated["bytes"].to_numpy())
+        np.subtract.at(changes, allocated["last_op"].to_numpy() + 1, allocated["bytes"].to_numpy())
         return int(storages.filter("external")["bytes"].sum()) + int(changes.cumsum().max())
 
     def uses(self) -> pl.DataFrame:
@@ -289,8 +289,8 @@ class RankPlan:
             .drop_nulls("tensor")
             for side in ("inputs", "outputs")
         ]
-        whole = pl.concat(parts)
-        return whole.with_columns(self.tensors["storage"].gather(whole["tensor"]))
+        all_uses = pl.concat(parts)
+        return all_uses.with_columns(self.tensors["storage"].gather(all_uses["tensor"]))
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class ReplayPlan:
     """
 
     ranks: dict[int, RankPlan]
-    groups: pl.DataFrame = field(default_factory=lambda: empty_frame("groups"))
+    groups: pl.DataFrame = field(default_factory=lambda: build_empty_frame("groups"))
     source: str = ""
     torch: str | None = None
     threads: int | None = None
@@ -350,7 +350,9 @@ class ReplayPlan:
             "ranks": list(self.ranks),
             "notices": [asdict(notice) for notice in self.notices],
         }
-        frames = {name: pl.concat([empty_frame(name), *(getattr(plan, name) for plan in self)]) for name in _OF_A_RANK}
+        frames = {
+            name: pl.concat([build_empty_frame(name), *(getattr(plan, name) for plan in self)]) for name in _RANK_FRAMES
+        }
         _FORMAT.pack(header, {**frames, "groups": self.groups}, handle)
 
     @staticmethod
@@ -360,20 +362,20 @@ class ReplayPlan:
         Raises:
             InputError: `unreadable`, `not-a-plan`, `plan-damaged`, `other-version`.
         """
-        return _FORMAT.load(path, _plan)
+        return _FORMAT.load(path, _build_plan)
 
 
-def _plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> ReplayPlan:
-    about = msgspec.convert(header, _Header)
+def _build_plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> ReplayPlan:
+    plan_header = msgspec.convert(header, _Header)
     ranks = {
-        rank: RankPlan(rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _OF_A_RANK})
-        for rank in sorted(about.ranks)
+        rank: RankPlan(rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _RANK_FRAMES})
+        for rank in sorted(plan_header.ranks)
     }
     if sum(plan.ops.height for plan in ranks.values()) != frames["ops"].height:
         raise ValueError("it has ops of ranks that its header does not name")
     plan = ReplayPlan(
-        ranks, frames["groups"], about.source, about.torch, about.threads, about.level, about.only, about.world_size,
-        about.notices,
+        ranks, frames["groups"], plan_header.source, plan_header.torch, plan_header.threads, plan_header.level, plan_header.only, plan_header.world_size,
+        plan_header.notices,
     )  # fmt: skip
     plan.check()
     return plan
@@ -400,12 +402,12 @@ ITEM_BYTES = {
 
 _TEXT = {"op": pl.UInt32, "node": pl.Int64, "text": pl.String}
 # `cpu_ns`: of the calling thread alone where ops run on one thread, else of the whole process.
-OPS = schema(
+OPS = build_schema(
     "op durations_ns cpu_ns gpu_ns", {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)}
 )
-FAILURES = schema("op node name text", _TEXT)
-REPLACED = schema("op node name text", _TEXT)
-STAND_INS = schema("op node name reason text", _TEXT)
+FAILURES = build_schema("op node name text", _TEXT)
+REPLACED = build_schema("op node name text", _TEXT)
+STAND_INS = build_schema("op node name reason text", _TEXT)
 _FRAMES = {"ops": OPS, "failures": FAILURES, "replaced": REPLACED, "stand_ins": STAND_INS}
 
 
@@ -447,9 +449,11 @@ class RankReplayed(Result):
     def from_dict(values: Mapping[str, Any]) -> RankReplayed:
         """What `to_dict` gave, after a way through a file."""
         frames = {name: pl.DataFrame(values[name], schema=columns) for name, columns in _FRAMES.items()}
-        rest = {field.name: values[field.name] for field in fields(RankReplayed) if field.name not in _FRAMES}
-        rest |= {name: tuple(rest[name]) for name in ("iteration_ns", "iteration_cpu_ns")}
-        return RankReplayed(**{**rest, **frames, "notices": tuple(Notice(**notice) for notice in values["notices"])})
+        other_fields = {field.name: values[field.name] for field in fields(RankReplayed) if field.name not in _FRAMES}
+        other_fields |= {name: tuple(other_fields[name]) for name in ("iteration_ns", "iteration_cpu_ns")}
+        return RankReplayed(
+            **{**other_fields, **frames, "notices": tuple(Notice(**notice) for notice in values["notices"])}
+        )
 
 
 @dataclass(frozen=True)

@@ -22,24 +22,24 @@ from msgspec import Struct, structs
 
 from traceloom.errors import UsageError
 from traceloom.system.process import pause_gc
-from traceloom.system.units import count_of
+from traceloom.system.units import format_quantity
 from traceloom.trace.array_types import Ints
-from traceloom.trace.arrays import nearest
+from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay.contents import RecordedIntegers, settle_contents
-from traceloom.workload.replay.inputs import AnyPath, Originals, PlanInput, Resources, open_inputs
-from traceloom.workload.replay.kernels import KernelSource, kernel_arguments, source_of
+from traceloom.workload.replay.inputs import AnyPath, PlanInput, RecordedTimes, Resources, open_inputs
+from traceloom.workload.replay.kernels import KernelSource, convert_arguments, read_source
 from traceloom.workload.replay.nodes import (
     WAIT,
     Exchange,
     Level,
     Nodes,
-    called_groups,
     choose,
-    exchange_of,
-    groups_of,
-    tensors_bytes,
-    within,
+    count_bytes,
+    filter_rows,
+    list_groups,
+    read_called_groups,
+    read_exchange,
 )
 from traceloom.workload.replay.plan import (
     COLLECTIVE,
@@ -53,7 +53,7 @@ from traceloom.workload.replay.plan import (
     VIEW,
     RankPlan,
     ReplayPlan,
-    frame,
+    build_frame,
     is_plan,
 )
 from traceloom.workload.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
@@ -63,18 +63,18 @@ from traceloom.workload.replay.values import (
     ROUNDED,
     UNKNOWN,
     RecordedTensor,
-    arguments_of,
-    contiguous,
+    build_op_kind,
+    compute_contiguous_strides,
     encode,
-    kinds_of,
-    observed_numbers,
-    op_kind,
-    unknown_type,
+    encode_arguments,
+    find_unknown_type,
+    list_observed_numbers,
+    parse_kinds,
 )
-from traceloom.workload.replay.values import count_of as values_count_of
+from traceloom.workload.replay.values import count_tensors as values_count_of
 
 
-class Storages:
+class StorageVersions:
     """Follows storages through the ops of a rank, in the order in which they are run."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Storages:
     def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
         """The frames `tensors` and `storages` of the plan; lives and what external ones hold are not settled."""
         versions, offsets, shapes, strides, dtypes = zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
-        tensors = frame(
+        tensors = build_frame(
             "tensors",
             {
                 "rank": [rank] * len(versions), "tensor": range(len(versions)), "storage": versions,
@@ -155,7 +155,7 @@ class Storages:
         )  # fmt: skip
         count = len(self._recorded)
         nothing = [None] * count
-        storages = frame(
+        storages = build_frame(
             "storages",
             {
                 "rank": [rank] * count, "storage": range(count), "recorded": self._recorded, "bytes": self._bytes,
@@ -186,22 +186,24 @@ class Storages:
         if register is not None:
             return register
         shape, strides, dtype, _ = structs.astuple(geometry)
-        of_shape = (version, offset, shape, dtype)
+        shape_key = (version, offset, shape, dtype)
         if strides is None and by_shape:
-            register = self._registers.get(of_shape)
+            register = self._registers.get(shape_key)
         if register is None:
             register = self._registers[key] = len(self._tensors)
-            self._registers.setdefault(of_shape, register)
+            self._registers.setdefault(shape_key, register)
             self.guessed_strides += strides is None and len(shape) > 1
-            self._tensors.append((version, offset, shape, contiguous(shape) if strides is None else strides, dtype))
+            self._tensors.append(
+                (version, offset, shape, compute_contiguous_strides(shape) if strides is None else strides, dtype)
+            )
         return register
 
 
 _STORAGE = attrgetter("storage")
 # What stands for a number that a program wrote, by its type: it changes nothing.
-_OF_NUMBERS: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
+_NUMBER_DTYPES: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
 
-Say = Callable[[str], None]
+StatusCallback = Callable[[str], None]
 
 
 class Choice(Struct, frozen=True):
@@ -223,7 +225,7 @@ class Choice(Struct, frozen=True):
 
 
 def make_plan(
-    *paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: Say | None = None
+    *paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: StatusCallback | None = None
 ) -> ReplayPlan:
     """Plan a replay; a plan that was saved is read.
 
@@ -238,27 +240,27 @@ def make_plan(
         InputError: `no-host-trace`: nothing given says which ops ran with what; or the refusal of a file.
     """
     choice = choice or Choice()
-    say = progress or (lambda _: None)
+    on_status = progress or (lambda _: None)
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
     if len(paths) == 1 and Path(paths[0]).is_file() and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0]))):
-        return _planned(os.fspath(paths[0]), choice)
+        return _load_plan(os.fspath(paths[0]), choice)
     name, inputs, notices = open_inputs(paths, cache=cache)
     if choice.ranks is not None:
         have = {entry.rank for entry in inputs}
         if absent := sorted(set(choice.ranks) - have):
-            shown = ", ".join(map(str, sorted(have)[:8]))
-            raise UsageError(f"rank {absent[0]} has no host trace; there are those of {shown}", slug="no-such-rank")
+            available = ", ".join(map(str, sorted(have)[:8]))
+            raise UsageError(f"rank {absent[0]} has no host trace; there are those of {available}", slug="no-such-rank")
         inputs = [entry for entry in inputs if entry.rank in choice.ranks]
     worlds = [int((entry.capture or {}).get("world_size") or 1) for entry in inputs]
     world = max(*worlds, *(entry.rank + 1 for entry in inputs))
     ranks: dict[int, RankPlan] = {}
     groups: dict[str, dict[str, Any]] = {}
     for entry in inputs:
-        say(f"planning rank {entry.rank}")
+        on_status(f"planning rank {entry.rank}")
         with pause_gc():
             nodes = Nodes.of(entry.host)
-            for group in groups_of(nodes, entry.capture, world, entry.rank):
+            for group in list_groups(nodes, entry.capture, world, entry.rank):
                 groups.setdefault(group["name"], group)
             maker = _RankPlanner(entry, nodes, choice, groups)
             ranks[entry.rank] = maker.plan()
@@ -267,15 +269,15 @@ def make_plan(
         raise UsageError(f"no op is in step {choice.steps[0]}", slug="no-such-step")
     if choice.scope is not None and not any(plan.ops.height for plan in ranks.values()):
         raise UsageError(f"no op is in a scope `{choice.scope}`", slug="no-such-scope")
-    about = next((entry.capture for entry in inputs if entry.capture), None) or {}
-    versions = about.get("versions")
+    capture = next((entry.capture for entry in inputs if entry.capture), None) or {}
+    versions = capture.get("versions")
     members = max((len(group["ranks"]) for group in groups.values()), default=1)
     return ReplayPlan(
         dict(sorted(ranks.items())),
         pl.DataFrame(list(groups.values()), schema=PLAN_SCHEMAS["groups"]),
         source=name,
         torch=versions.get("torch") if isinstance(versions, dict) else None,
-        threads=about.get("torch_threads"),
+        threads=capture.get("torch_threads"),
         level=choice.level,
         only=choice.only,
         world_size=max(world, members),
@@ -291,7 +293,7 @@ class _RankPlanner:
     nodes: Nodes
     choice: Choice
     groups: dict[str, dict[str, Any]]
-    storages: Storages = field(default_factory=Storages)
+    storages: StorageVersions = field(default_factory=StorageVersions)
     ops: list[tuple[Any, ...]] = field(default_factory=list)
     calls: dict[tuple[str, bytes], int] = field(default_factory=dict)
     call_flags: list[list[str]] = field(default_factory=list)
@@ -315,7 +317,7 @@ class _RankPlanner:
     def plan(self) -> RankPlan:
         """The plan of the rank, checked."""
         nodes, choice = self.nodes, self.choice
-        rows = within(nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope)
+        rows = filter_rows(nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope)
         ids = nodes.host.ops["id"].to_numpy()
         self.originals = self.entry.originals(ids[rows])
         self.names = nodes.host.ops["name"].to_list()
@@ -326,7 +328,7 @@ class _RankPlanner:
         self.resources = Resources(nodes.host.path)
         self.ranges = nodes.ranges
         self.integers = self.integers_of(rows) if self.ranges or self.resources.dumps else {}
-        inner = _named_within(nodes)
+        inner = _find_inner_communication(nodes)
         for row in rows.tolist():
             if nodes.exchanges[row]:
                 if choice.only != "compute":
@@ -343,7 +345,7 @@ class _RankPlanner:
         """What of the rank must be known."""
         out = []
         flags = Counter(flag for flags in self.call_flags for flag in set(flags))
-        zeros, cut, objects = (count_of(flags[flag], "call") for flag in (ROUNDED, CUT, UNKNOWN))
+        zeros, cut, objects = (format_quantity(flags[flag], "call") for flag in (ROUNDED, CUT, UNKNOWN))
         if flags[ROUNDED]:
             text = f"{zeros} with an argument 0.0 that may have been smaller than 5e-7: PyTorch writes six digits"
             out.append(Notice("rounded-numbers", "info", text, flags[ROUNDED]))
@@ -354,26 +356,24 @@ class _RankPlanner:
             text = f"{objects} with an argument that no file can hold"
             out.append(Notice("unknown-objects", "info", text, flags[UNKNOWN]))
         if self.kernels:
-            kept = sum(source is not None for source in self.sources.values())
-            text = f"{count_of(len(self.kernels), 'different call')} of compiled kernels: " + (
-                f"{kept} of {count_of(len(self.sources), 'source')} captured, which run on a GPU with --trust"
-                if kept
+            captured_count = sum(source is not None for source in self.sources.values())
+            text = f"{format_quantity(len(self.kernels), 'different call')} of compiled kernels: " + (
+                f"{captured_count} of {format_quantity(len(self.sources), 'source')} captured, which run on a GPU with --trust"
+                if captured_count
                 else "no source was captured, so that stand-ins take their places"
             )
-            out.append(Notice("compiled-kernels", "info" if kept else "warning", text, len(self.kernels)))
+            out.append(Notice("compiled-kernels", "info" if captured_count else "warning", text, len(self.kernels)))
         if self._unfit_dumps:
             text = (
-                f"{count_of(self._unfit_dumps, 'dumped tensor')} left out, and what they held is guessed: the file is "
+                f"{format_quantity(self._unfit_dumps, 'dumped tensor')} left out, and what they held is guessed: the file is "
                 "not of the tensor's size or memory, or holds what an op cannot take"
             )
             out.append(Notice("unfit-dumps", "warning", text, self._unfit_dumps))
         if self._guessed_groups:
-            text = f"{count_of(self._guessed_groups, 'collective')} do not say their group; taken to be of all ranks"
+            text = f"{format_quantity(self._guessed_groups, 'collective')} do not say their group; taken to be of all ranks"
             out.append(Notice("guessed-groups", "warning", text, self._guessed_groups))
         if self.storages.guessed_strides:
-            text = (
-                f"strides are not recorded: {count_of(self.storages.guessed_strides, 'tensor')} taken to be contiguous"
-            )
+            text = f"strides are not recorded: {format_quantity(self.storages.guessed_strides, 'tensor')} taken to be contiguous"
             out.append(Notice(GUESSED_STRIDES, "info", text, self.storages.guessed_strides))
         if self.entry.host.notices:
             out += self.entry.host.notices
@@ -385,7 +385,9 @@ class _RankPlanner:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
         text, types = self.schemas[row], self.types[row]
         try:
-            schema, why, has_numbers, strange, kinds, plain, slots = op_kind(text, types, self.output_types[row])
+            schema, refusal, has_numbers, strange, kinds, is_plain, slots = build_op_kind(
+                text, types, self.output_types[row]
+            )
         except UnreadableSchemaError as error:
             self.leave_out(row, "unreadable-schema", str(error))
             return
@@ -409,9 +411,9 @@ class _RankPlanner:
             read = [tensor for tensor in read if tensor.number not in numbers]
         # Tensors are numbered from 0: calls of one op with the same other values have the same arguments.
         values = self.nodes.inputs[row]
-        key = (text, types, encode((len(values), *compress(values, plain))), *numbers.values())
+        key = (text, types, encode((len(values), *compress(values, is_plain))), *numbers.values())
         if key not in self._arguments:
-            self._arguments[key] = arguments_of(values, kinds, schema, dict(numbers.values()))
+            self._arguments[key] = encode_arguments(values, kinds, schema, dict(numbers.values()))
         arguments, flags = self._arguments[key]
         inputs = self.registers_of(read)
         if row in self.integers:
@@ -427,11 +429,11 @@ class _RankPlanner:
             outputs = [next(registers) if slot else None for slot in slots]
         self.add(
             row,
-            RUN if why is None else STAND_IN,
+            RUN if refusal is None else STAND_IN,
             inputs,
             outputs,
             call=self.call_of(text, arguments, flags),
-            reason=why and why.slug,
+            reason=refusal and refusal.slug,
         )
 
     def add_kernel(self, row: int) -> None:
@@ -439,19 +441,19 @@ class _RankPlanner:
         if row in self.nodes.unreadable:
             self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
-        if strange := unknown_type(self.types[row]):
+        if strange := find_unknown_type(self.types[row]):
             self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
             return
         self.wait_for(read)
-        arguments, grid = kernel_arguments(self.nodes.inputs[row], kinds_of(self.types[row]))
+        arguments, grid = convert_arguments(self.nodes.inputs[row], parse_kinds(self.types[row]))
         file = str(self.nodes.attributes[row].kernel_file or "")
         if file not in self.sources:
-            self.sources[file] = source_of(self.resources, file)
+            self.sources[file] = read_source(self.resources, file)
         source = self.sources[file]
         name = self.names[row]
         call = self.call_of(f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, [])
-        of_source = (source.sha256, source.text) if source else (None, None)
-        self.kernels[call] = (name, file or None, *of_source, grid)
+        source_fields = (source.sha256, source.text) if source else (None, None)
+        self.kernels[call] = (name, file or None, *source_fields, grid)
         self.add(row, STAND_IN, self.registers_of(read), call=call, reason=NOT_TRUSTED if source else NO_SOURCES)
 
     def integers_of(self, rows: Ints) -> dict[int, list[int]]:
@@ -460,29 +462,31 @@ class _RankPlanner:
         runs = np.zeros(nodes.parent.size, dtype=np.bool_)
         runs[rows] = True
         noted = np.flatnonzero(np.isin(self.ids, [*self.ranges, *self.resources.dumps]))
-        at = np.where(runs[noted], noted, nearest(nodes.parent, runs)[noted])
+        running_rows = np.where(runs[noted], noted, find_nearest_ancestor(nodes.parent, runs)[noted])
         out: dict[int, list[int]] = defaultdict(list)
-        for row, inner in zip(at.tolist(), noted.tolist(), strict=True):
+        for row, inner in zip(running_rows.tolist(), noted.tolist(), strict=True):
             out[row].append(inner)
         return out
 
     def look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
         """Note what is recorded of the integers that a node, or one within it, is given."""
-        seen = self._seen[self.ids[row]] = {}
-        taken = {tensor[1:]: at for at, tensor in enumerate(read)}  # within an op a view of the same has another number
+        integers = self._seen[self.ids[row]] = {}
+        index_by_tensor = {
+            tensor[1:]: index for index, tensor in enumerate(read)
+        }  # within an op a view of the same has another number
         for inner in self.integers[row]:
             dumps = self.resources.dumps.get(self.ids[inner], {})
             ranges = self.ranges.get(self.ids[inner], {})
-            numbers = observed_numbers(self.types[inner])
+            numbers = list_observed_numbers(self.types[inner])
             for tensor, number in zip(self.nodes.read[inner], numbers, strict=False):
-                at = taken.get(tensor[1:], -1)
-                if at >= 0 and number in ranges:
-                    seen.setdefault(at, RecordedIntegers(*ranges[number]))
-                if at >= 0 and number in dumps:
+                index = index_by_tensor.get(tensor[1:], -1)
+                if index >= 0 and number in ranges:
+                    integers.setdefault(index, RecordedIntegers(*ranges[number]))
+                if index >= 0 and number in dumps:
                     values = self.resources.dumped(dumps[number], tensor)
                     self._unfit_dumps += values is None
                     if values is not None and values.size:
-                        seen[at] = RecordedIntegers(int(values.min()), int(values.max()), values)
+                        integers[index] = RecordedIntegers(int(values.min()), int(values.max()), values)
 
     def plain_numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
         """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
@@ -491,7 +495,7 @@ class _RankPlanner:
         """
         out: dict[int, tuple[str, float]] = {}
         tensors = iter(self.nodes.read[row])
-        for kind, argument in zip(kinds_of(self.types[row]), schema.arguments, strict=False):
+        for kind, argument in zip(parse_kinds(self.types[row]), schema.arguments, strict=False):
             if isinstance(kind, tuple) or not kind:
                 deque(islice(tensors, values_count_of(kind)), maxlen=0)
                 continue
@@ -499,9 +503,9 @@ class _RankPlanner:
             if argument.name not in NUMBERS:
                 continue
             dtype, shape = value.geometry.dtype, value.geometry.shape
-            plain = dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not shape
-            if plain and not self.storages.has(value):
-                out[value.number] = (argument.name, _OF_NUMBERS[dtype])
+            is_plain = dtype in _NUMBER_DTYPES and value.device in {"cpu", ""} and not shape
+            if is_plain and not self.storages.has(value):
+                out[value.number] = (argument.name, _NUMBER_DTYPES[dtype])
         return out
 
     def call_of(self, schema: str, arguments: bytes, flags: list[str]) -> int:
@@ -555,7 +559,7 @@ class _RankPlanner:
             except UnreadableSchemaError as error:
                 self.leave_out(row, "unreadable-schema", str(error))
                 return
-        exchange = exchange_of(self.nodes, row, schema, inner)
+        exchange = read_exchange(self.nodes, row, schema, inner)
         if exchange.kind == WAIT:
             # a wait says the number of what it waits for, but not the group
             collective = next(
@@ -590,7 +594,7 @@ class _RankPlanner:
                 "rank": self.entry.rank, "collective": number, "op": op, "kind": exchange.kind, "group": group,
                 "sequence": exchange.sequence, "peer": peer, "splits_in": exchange.splits[0],
                 "splits_out": exchange.splits[1], "asynchronous": exchange.asynchronous,
-                "bytes": tensors_bytes(exchange.sent or exchange.received),
+                "bytes": count_bytes(exchange.sent or exchange.received),
             }
         )  # fmt: skip
         if exchange.sequence is not None:
@@ -619,14 +623,14 @@ class _RankPlanner:
     def called_group(self, exchange: Exchange) -> str | None:
         """The group of the same call in the timed steps, which the capture wrote down; in turn where several fit."""
         if self._called is None:
-            self._called = called_groups(self.entry.capture)
-        key = (exchange.kind or "", tensors_bytes(exchange.sent or exchange.received))
+            self._called = read_called_groups(self.entry.capture)
+        key = (exchange.kind or "", count_bytes(exchange.sent or exchange.received))
         groups = self._called.get(key)
         if not groups:
             return None
-        turn = self._turns[key]
+        call_index = self._turns[key]
         self._turns[key] += 1
-        return groups[turn % len(groups)]
+        return groups[call_index % len(groups)]
 
     def wait_for(self, tensors: list[RecordedTensor]) -> None:
         """Wait for the collectives that give or take these tensors, before they are used."""
@@ -650,22 +654,22 @@ class _RankPlanner:
         nodes, count = self.nodes, len(rows)
         row = pl.Series("row", rows, dtype=pl.UInt32)
         before = row.fill_null(strategy="forward")
-        of = nodes.host.ops.select("name", "thread").with_columns(
+        node_facts = nodes.host.ops.select("name", "thread").with_columns(
             pl.Series("scope", nodes.scopes, dtype=pl.String),
             pl.Series("phase", nodes.phases, dtype=pl.String),
             pl.Series("step", nodes.steps).replace(-1, None),
         )
-        named, around = of["name"].gather(row), of.select(pl.all().gather(before))
+        op_names, surrounding = node_facts["name"].gather(row), node_facts.select(pl.all().gather(before))
         node = nodes.host.ops["id"].gather(row)
         measured, ids = self.originals, node.to_list()
-        return frame(
+        return build_frame(
             "ops",
             {
                 "rank": [self.entry.rank] * count, "op": range(count), "node": node, "action": actions,
-                "name": named.fill_null(pl.Series(actions, dtype=pl.String)), "call": calls, "collective": collectives,
-                "inputs": inputs, "outputs": outputs, "thread": around["thread"].fill_null(0),
-                "stream": [measured.stream.get(number) for number in ids], "step": around["step"],
-                "scope": around["scope"].fill_null(""), "phase": around["phase"],
+                "name": op_names.fill_null(pl.Series(actions, dtype=pl.String)), "call": calls, "collective": collectives,
+                "inputs": inputs, "outputs": outputs, "thread": surrounding["thread"].fill_null(0),
+                "stream": [measured.stream.get(number) for number in ids], "step": surrounding["step"],
+                "scope": surrounding["scope"].fill_null(""), "phase": surrounding["phase"],
                 "durations_ns": [measured.durations_ns.get(number, ()) for number in ids],
                 "gap_ns": [measured.gap_ns.get(number) for number in ids],
                 "gpu_ns": [measured.gpu_ns.get(number) for number in ids], "reason": reasons,
@@ -676,7 +680,7 @@ class _RankPlanner:
         rank = self.entry.rank
         ops = self.ops_frame()
         texts = list(self.calls)
-        calls = frame(
+        calls = build_frame(
             "calls",
             {
                 "rank": [rank] * len(texts), "call": range(len(texts)), "schema": [schema for schema, _ in texts],
@@ -684,18 +688,18 @@ class _RankPlanner:
             },
         )  # fmt: skip
         tensors, storages = self.storages.frames(rank)
-        of_rank = pl.lit(rank, pl.Int32).alias("rank")
+        rank_column = pl.lit(rank, pl.Int32).alias("rank")
         is_whole = not (self.choice.scope or self.choice.only)
-        measured = self.originals if is_whole else Originals()
+        measured = self.originals if is_whole else RecordedTimes()
         plan = RankPlan(
             rank, ops, calls, tensors, storages,
             collectives=pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
             kernels=pl.DataFrame(
-                [(rank, call, *about) for call, about in self.kernels.items()],
+                [(rank, call, *kernel) for call, kernel in self.kernels.items()],
                 schema=PLAN_SCHEMAS["kernels"], orient="row",
             ),
             left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
-            steps=measured.steps.select(of_rank, pl.all()), holes=measured.holes.select(of_rank, pl.all()),
+            steps=measured.steps.select(rank_column, pl.all()), holes=measured.holes.select(rank_column, pl.all()),
         ).with_lives()  # fmt: skip
         plan, refused = settle_contents(plan, self._seen)
         self._unfit_dumps += refused
@@ -703,7 +707,7 @@ class _RankPlanner:
         return plan
 
 
-def _planned(path: str, choice: Choice) -> ReplayPlan:
+def _load_plan(path: str, choice: Choice) -> ReplayPlan:
     """A plan that was saved, or some of its ranks."""
     if choice != Choice(ranks=choice.ranks):
         hint = "give what the plan was made of"
@@ -712,20 +716,20 @@ def _planned(path: str, choice: Choice) -> ReplayPlan:
     if choice.ranks is None:
         return plan
     if absent := sorted(set(choice.ranks) - set(plan.ranks)):
-        shown = ", ".join(map(str, list(plan.ranks)[:8]))
-        raise UsageError(f"the plan has no rank {absent[0]}; it has {shown}", slug="no-such-rank")
+        available = ", ".join(map(str, list(plan.ranks)[:8]))
+        raise UsageError(f"the plan has no rank {absent[0]}; it has {available}", slug="no-such-rank")
     return replace(plan, ranks={rank: plan.ranks[rank] for rank in choice.ranks})
 
 
-def _named_within(nodes: Nodes) -> dict[int, int]:
+def _find_inner_communication(nodes: Nodes) -> dict[int, int]:
     """The `record_param_comms` within each op of communication."""
     rows = (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list()
     parent = nodes.parent.tolist()
     out: dict[int, int] = {}
     for row in rows:
-        at = parent[row]
-        while at >= 0 and not nodes.has_schema[at]:
-            at = parent[at]
-        if at >= 0:
-            out.setdefault(at, row)
+        ancestor = parent[row]
+        while ancestor >= 0 and not nodes.has_schema[ancestor]:
+            ancestor = parent[ancestor]
+        if ancestor >= 0:
+            out.setdefault(ancestor, row)
     return out

@@ -19,21 +19,21 @@ import numpy as np
 import polars as pl
 
 from traceloom.system import units
-from traceloom.workload.replay.binding import twin_of
-from traceloom.workload.replay.folding import Folded, ProgramLine, fold
+from traceloom.workload.replay.binding import find_replacement
+from traceloom.workload.replay.folding import FoldedProgram, ProgramLine, find_repeats
 from traceloom.workload.replay.plan import COLLECTIVE, ITEM_BYTES, RUN, VIEW, WAIT, RankPlan
 from traceloom.workload.replay.schema import (
     NEVER_GIVEN,
     OperatorSchema,
     UnreadableSchemaError,
     ValueType,
+    find_refusal,
     parse_schema,
-    refusal,
 )
 
 WIDTH = 110
 _PIECE = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,'"])+(?:, ?|$)|, ?""")
-_OF_TORCH = {
+_TORCH_CONSTANTS = {
     "dtype": frozenset(ITEM_BYTES),
     "layout": frozenset(
         {"strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged"}
@@ -60,16 +60,16 @@ class CallText:
     """
 
     def __init__(
-        self, schema: str, arguments: str, further: frozenset[str] = frozenset(), *, keeps_host: bool = False
+        self, schema: str, arguments: str, extra_namespaces: frozenset[str] = frozenset(), *, keeps_host: bool = False
     ) -> None:
         try:
             self.schema = parse_schema(schema)
         except UnreadableSchemaError as error:
             raise UnwritableError(str(error)) from None
-        self.function = _path(self.schema, further)
+        self.function = _format_op_path(self.schema, extra_namespaces)
         self._keeps_host = keeps_host
         self._values = json.loads(arguments)
-        self.write([f"t{k}" for k in range(_inputs(self._values))])
+        self.write([f"t{k}" for k in range(_count_inputs(self._values))])
 
     @property
     def returns_list(self) -> bool:
@@ -88,89 +88,91 @@ class CallText:
             names: Of the inputs.
         """
         positional: list[str] = []
-        named: list[str] = []
-        kept = 0
+        keywords: list[str] = []
+        retained_count = 0
         for argument, value in zip(self.schema.arguments, self._values, strict=False):
-            is_default = argument.has_default and (argument.name in NEVER_GIVEN or _same(value, argument.default))
+            is_default = argument.has_default and (argument.name in NEVER_GIVEN or _is_same(value, argument.default))
             if self._keeps_host and value == {"device": "cpu"}:
                 value = "cpu"  # noqa: PLW2901  (as torch takes it)
             if argument.keyword_only:
                 if not is_default:
-                    named.append(f"{_identifier(argument.name)}={_literal(value, argument.type, names)}")
+                    keywords.append(
+                        f"{_check_identifier(argument.name)}={_format_literal(value, argument.type, names)}"
+                    )
             else:
-                positional.append(_literal(value, argument.type, names))
-                kept = kept if is_default else len(positional)
-        return f"{self.function}({', '.join([*positional[:kept], *named])})"
+                positional.append(_format_literal(value, argument.type, names))
+                retained_count = retained_count if is_default else len(positional)
+        return f"{self.function}({', '.join([*positional[:retained_count], *keywords])})"
 
 
-def _path(schema: OperatorSchema, further: frozenset[str]) -> str:
+def _format_op_path(schema: OperatorSchema, extra_namespaces: frozenset[str]) -> str:
     """The operator in `torch.ops`."""
-    if why := refusal(schema, further):
-        raise UnwritableError(why)
+    if refusal := find_refusal(schema, extra_namespaces):
+        raise UnwritableError(refusal)
     # A script can hand over a storage, and says itself on which device it runs.
-    twin = None if schema.name == "set_" else twin_of(schema.qualified, "")
+    twin = None if schema.name == "set_" else find_replacement(schema.qualified, "")
     namespace, _, name = (schema.qualified if twin is None else twin.name).partition("::")
     name, _, overload = name.partition(".")
-    path = "aten" if namespace == "aten" else f"torch.ops.{_identifier(namespace)}"
+    path = "aten" if namespace == "aten" else f"torch.ops.{_check_identifier(namespace)}"
     for part in (name, overload or "default"):
-        word = _identifier(part)
+        word = _check_identifier(part)
         path = f"getattr({path}, {word!r})" if keyword.iskeyword(word) else f"{path}.{word}"
     return path
 
 
-def _identifier(word: str) -> str:
+def _check_identifier(word: str) -> str:
     if not (word.isascii() and word.isidentifier()):
         raise UnwritableError(f"{word!r} is no name that Python can call")
     return word
 
 
-def _inputs(value: Any) -> int:
+def _count_inputs(value: Any) -> int:
     if isinstance(value, list):
-        return max(map(_inputs, value), default=0)
+        return max(map(_count_inputs, value), default=0)
     if isinstance(value, dict):
         return 1 + max((n for key in ("tensor", "storage") if isinstance(n := value.get(key), int)), default=-1)
     return 0
 
 
-def _same(value: Any, default: Any) -> bool:
+def _is_same(value: Any, default: Any) -> bool:
     if isinstance(value, list) and isinstance(default, list):
-        return len(value) == len(default) and all(map(_same, value, default))
+        return len(value) == len(default) and all(map(_is_same, value, default))
     return type(value) is type(default) and value == default
 
 
-def _literal(value: Any, of: ValueType, names: Sequence[str]) -> str:
+def _format_literal(value: Any, value_type: ValueType, names: Sequence[str]) -> str:
     """A value as a Python literal."""
     if isinstance(value, list):
-        inner = of.inner[0] if of.base == "list" else of
-        return f"[{', '.join(_literal(part, inner, names) for part in value)}]"
+        inner = value_type.inner[0] if value_type.base == "list" else value_type
+        return f"[{', '.join(_format_literal(part, inner, names) for part in value)}]"
     if not isinstance(value, dict):
         if isinstance(value, float) and not math.isfinite(value):
             return f"float({str(value)!r})"
         return ascii(value)
-    ((kind, inside),) = value.items()
+    ((kind, content),) = value.items()
     if kind in {"tensor", "storage"}:
-        return names[inside] + (".untyped_storage()" if kind == "storage" else "")
-    if kind in _OF_TORCH and inside in _OF_TORCH[kind]:
-        return f"torch.{inside}"
+        return names[content] + (".untyped_storage()" if kind == "storage" else "")
+    if kind in _TORCH_CONSTANTS and content in _TORCH_CONSTANTS[kind]:
+        return f"torch.{content}"
     if kind == "device":
         return "DEVICE"
     if kind == "generator":
         return "None"
-    if kind == "float" and inside in {"inf", "-inf", "nan"}:
-        return f"float({inside!r})"
+    if kind == "float" and content in {"inf", "-inf", "nan"}:
+        return f"float({content!r})"
     if kind == "complex":
-        return f"complex({str(complex(*map(float, inside)))!r})"
-    raise UnwritableError(f"an argument cannot be sent: {ascii(inside)[:80]}")
+        return f"complex({str(complex(*map(float, content)))!r})"
+    raise UnwritableError(f"an argument cannot be sent: {ascii(content)[:80]}")
 
 
-def dtype_text(name: str) -> str:
+def format_dtype(name: str) -> str:
     """A type as `torch.float32`."""
     if name not in ITEM_BYTES:
         raise UnwritableError(f"{name!r} is no type of PyTorch's")
     return f"torch.{name}"
 
 
-def collective_text(row: Mapping[str, Any], sent: Sequence[str], received: Sequence[str]) -> str:
+def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Sequence[str]) -> str:
     """A collective over torch.distributed; several, where it is of several tensors, as `Awaited`.
 
     Args:
@@ -179,7 +181,7 @@ def collective_text(row: Mapping[str, Any], sent: Sequence[str], received: Seque
         received: Names of those that it fills.
     """
     kind, group = row["kind"], f"group=group[{row['group']!a}]"
-    more = [group, *(["async_op=True"] if row["asynchronous"] else [])]
+    extra_arguments = [group, *(["async_op=True"] if row["asynchronous"] else [])]
     peer = str(row["peer"] or 0)
     calls: list[tuple[str, Sequence[str]]]
     if kind in {"send", "recv"}:
@@ -187,47 +189,47 @@ def collective_text(row: Mapping[str, Any], sent: Sequence[str], received: Seque
         calls = [(function, [tensor, peer, group]) for tensor in (sent if kind == "send" else received)]
     elif kind in {"all_reduce", "broadcast", "reduce"}:
         root = [] if kind == "all_reduce" else [peer]
-        calls = [(kind, [tensor, *root, *more]) for tensor in received or sent]
+        calls = [(kind, [tensor, *root, *extra_arguments]) for tensor in received or sent]
     elif kind in {"gather", "scatter"}:
-        own, parts = (sent, received) if kind == "gather" else (received, sent)
-        of_all = f"list({parts[0]}.chunk(WORLD))" if len(parts) == 1 else _list(parts) if parts else "None"
-        calls = [(kind, [own[0], of_all, peer, *more])]
+        root_tensors, parts = (sent, received) if kind == "gather" else (received, sent)
+        all_parts = f"list({parts[0]}.chunk(WORLD))" if len(parts) == 1 else _format_list(parts) if parts else "None"
+        calls = [(kind, [root_tensors[0], all_parts, peer, *extra_arguments])]
     elif kind == "all_to_all" and len(sent) > 1:
-        calls = [(kind, [_list(received), _list(sent), *more])]
+        calls = [(kind, [_format_list(received), _format_list(sent), *extra_arguments])]
     elif kind == "all_to_all":
         splits = [str(list(row[side]) or None) for side in ("splits_out", "splits_in")]
-        calls = [("all_to_all_single", [received[0], sent[0], *splits, *more])]
+        calls = [("all_to_all_single", [received[0], sent[0], *splits, *extra_arguments])]
     elif kind == "all_gather" and len(sent) == len(received):
-        calls = [("all_gather_into_tensor", [r, g, *more]) for g, r in zip(sent, received, strict=True)]
+        calls = [("all_gather_into_tensor", [r, g, *extra_arguments]) for g, r in zip(sent, received, strict=True)]
     elif kind == "all_gather":
-        calls = [(kind, [_list(received), sent[0], *more])]
+        calls = [(kind, [_format_list(received), sent[0], *extra_arguments])]
     elif kind == "reduce_scatter" and len(sent) == len(received):
-        calls = [("reduce_scatter_tensor", [r, g, *more]) for g, r in zip(sent, received, strict=True)]
+        calls = [("reduce_scatter_tensor", [r, g, *extra_arguments]) for g, r in zip(sent, received, strict=True)]
     elif kind == "reduce_scatter":
-        calls = [(kind, [received[0], _list(sent), *more])]
+        calls = [(kind, [received[0], _format_list(sent), *extra_arguments])]
     else:
-        calls = [("barrier", more)]
+        calls = [("barrier", extra_arguments)]
     texts = [f"dist.{function}({', '.join(arguments)})" for function, arguments in calls]
-    return texts[0] if len(texts) == 1 else f"Awaited({_list(texts)})"
+    return texts[0] if len(texts) == 1 else f"Awaited({_format_list(texts)})"
 
 
-def _list(names: Sequence[str]) -> str:
+def _format_list(names: Sequence[str]) -> str:
     return f"[{', '.join(names)}]"
 
 
-def wrapped(line: str) -> Iterator[str]:
+def wrap_line(line: str) -> Iterator[str]:
     """A line of code on as many lines as it needs: broken after commas in brackets. A comment stays one line."""
     if line.startswith("#"):
         yield line
         return
-    rest = ""
-    for piece in _PIECE.findall(line):
-        if rest.strip() and len(rest) + len(piece.rstrip()) > WIDTH:
-            yield rest.rstrip()
-            rest = "        " + piece.lstrip()
+    current = ""
+    for token in _PIECE.findall(line):
+        if current.strip() and len(current) + len(token.rstrip()) > WIDTH:
+            yield current.rstrip()
+            current = "        " + token.lstrip()
         else:
-            rest += piece
-    yield rest
+            current += token
+    yield current
 
 
 # Shapes of their results depend on what tensors hold, which is not what they held.
@@ -235,12 +237,12 @@ _BY_CONTENT = frozenset({
     "nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount",
     "repeat_interleave", "argwhere",
 })  # fmt: skip
-_MOST_WRITTEN = 1 << 13  # bytes of recorded integers that a script spells out
+_MAX_INLINE_BYTES = 1 << 13  # bytes of recorded integers that a script spells out
 Names = Callable[[int], str]
 Op = dict[str, Any]
 
 
-class RankText:
+class RankScript:
     """Text of a rank's ops.
 
     Args:
@@ -255,7 +257,7 @@ class RankText:
         meanings: What each kind of line does: one of its ops, with the row of its collective.
     """
 
-    def __init__(self, plan: RankPlan, seed: int, further: frozenset[str], *, alone: bool) -> None:
+    def __init__(self, plan: RankPlan, seed: int, extra_namespaces: frozenset[str], *, alone: bool) -> None:
         self.plan = plan
         self._seed = seed
         self.ops: list[Op] = plan.ops.to_dicts()
@@ -268,62 +270,62 @@ class RankText:
         self._dtypes = dict(first.iter_rows())
         self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
         for tensor, values in plan.data.select("tensor", "values").iter_rows():
-            if len(values) <= _MOST_WRITTEN:
+            if len(values) <= _MAX_INLINE_BYTES:
                 self._data[self._tensors[tensor]["storage"]].append((tensor, values))
         calls = plan.calls.select("schema", "arguments").iter_rows()
         self._calls: list[CallText | UnwritableError] = []
         for schema, arguments in calls:
             try:
-                self._calls.append(CallText(schema, arguments, further, keeps_host=self._keeps_host))
+                self._calls.append(CallText(schema, arguments, extra_namespaces, keeps_host=self._keeps_host))
             except UnwritableError as error:  # noqa: PERF203
                 self._calls.append(error)
         self._numbers: dict[Hashable, int] = {}
         self.lines: list[ProgramLine] = []
         self.meanings: list[Op] = []
-        made = {t["tensor"] for t in self._tensors if self._storages[t["storage"]]["external"]}
+        created = {t["tensor"] for t in self._tensors if self._storages[t["storage"]]["external"]}
         collectives = plan.collectives.to_dicts()
         for op in self.ops:
-            self._add_op(op, collectives, made, alone=alone)
-            made.update(output for output in op["outputs"] if output is not None)
+            self._add_op(op, collectives, created, alone=alone)
+            created.update(output for output in op["outputs"] if output is not None)
         awaited = {register for line in self.lines for register in line.reads}
         for line in [*self.lines]:
-            about = self.meanings[line.what]
-            if about["action"] == COLLECTIVE and line.writes and line.writes[0] not in awaited:
-                self._add("wait", {**about, "action": WAIT, "op": line.source, "outputs": []}, line.writes, ())
+            meaning = self.meanings[line.what]
+            if meaning["action"] == COLLECTIVE and line.writes and line.writes[0] not in awaited:
+                self._add("wait", {**meaning, "action": WAIT, "op": line.source, "outputs": []}, line.writes, ())
 
-    def _add_op(self, op: Op, collectives: Sequence[Op], made: set[int], *, alone: bool) -> None:
-        """Add the lines of an op; `made` are the registers that hold something before it."""
-        taken, received = op["inputs"], [output for output in op["outputs"] if output is not None]
+    def _add_op(self, op: Op, collectives: Sequence[Op], created: set[int], *, alone: bool) -> None:
+        """Add the lines of an op; `created` are the registers that hold something before it."""
+        consumed, received = op["inputs"], [output for output in op["outputs"] if output is not None]
         if op["action"] == RUN and isinstance(self._calls[op["call"]], CallText):
             present = tuple(output is not None for output in op["outputs"])
             shapes = tuple(map(self._geometry, received)) if op["name"].partition("::")[2] in _BY_CONTENT else ()
-            self._add((op["call"], present, shapes), op, taken, received)
+            self._add((op["call"], present, shapes), op, consumed, received)
         elif op["action"] == VIEW:
-            self._add(("view", self._geometry(received[0])), op, taken, received)
+            self._add(("view", self._geometry(received[0])), op, consumed, received)
         elif op["action"] == COLLECTIVE and not alone:
             for register in received:
-                if register not in made:  # what a functional collective receives is made by it
+                if register not in created:  # what a functional collective receives is made by it
                     key = "empty", self._geometry(register), self._device(register)
                     self._add(key, {**op, "action": "empty", "outputs": [register]}, (), [register])
             row = collectives[op["collective"]]
-            key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(taken))
+            key = (row["kind"], row["group"], row["peer"], *row["splits_in"], None, *row["splits_out"], len(consumed))
             handles = [len(self._tensors) + op["collective"]] if row["asynchronous"] else []
-            about = {**row, **op, "outputs": handles, "sent": len(taken)}
-            self._add((*key, row["asynchronous"]), about, [*taken, *received], handles)
+            wrapped = {**row, **op, "outputs": handles, "sent": len(consumed)}
+            self._add((*key, row["asynchronous"]), wrapped, [*consumed, *received], handles)
         elif op["action"] == WAIT and not alone:
             if collectives[op["collective"]]["asynchronous"]:
                 self._add("wait", op, [len(self._tensors) + op["collective"]], ())
         else:
-            new = [register for register in received if register not in made]
+            new = [register for register in received if register not in created]
             made_as = [(self._geometry(register), self._device(register)) for register in new]
             key = ("stand-in", op["name"], self.recorded_ns(op), *made_as)
-            self._add(key, {**op, "action": "stand-in", "outputs": new}, taken, new)
+            self._add(key, {**op, "action": "stand-in", "outputs": new}, consumed, new)
 
-    def _add(self, key: Hashable, about: Op, reads: Iterable[int], writes: Iterable[int]) -> None:
-        what = self._numbers.setdefault(key, len(self._numbers))
-        if what == len(self.meanings):
-            self.meanings.append(about)
-        self.lines.append(ProgramLine(what, tuple(reads), tuple(writes), about["op"]))
+    def _add(self, key: Hashable, meaning: Op, reads: Iterable[int], writes: Iterable[int]) -> None:
+        kind_number = self._numbers.setdefault(key, len(self._numbers))
+        if kind_number == len(self.meanings):
+            self.meanings.append(meaning)
+        self.lines.append(ProgramLine(kind_number, tuple(reads), tuple(writes), meaning["op"]))
 
     def _geometry(self, register: int) -> tuple[Any, ...]:
         row = self._tensors[register]
@@ -337,15 +339,15 @@ class RankText:
     def _like(self, register: int) -> str:
         """Shape, strides and type of a register, as arguments."""
         dtype, _, shape, strides = self._geometry(register)
-        return f"{shape}, {strides}, {dtype_text(dtype)}"
+        return f"{shape}, {strides}, {format_dtype(dtype)}"
 
     def recorded_ns(self, op: Mapping[str, Any]) -> int:
         """What an op took in the timed steps, the median; 0 where that is not known."""
         return round(median(op["durations_ns"])) if op["durations_ns"] else 0
 
-    def gives_list(self, what: int) -> bool:
+    def gives_list(self, kind_number: int) -> bool:
         """Whether a kind of line gives a list, whatever its length."""
-        op = self.meanings[what]
+        op = self.meanings[kind_number]
         call = self._calls[op["call"]] if op["action"] == RUN else None
         return op["action"] == "stand-in" or (isinstance(call, CallText) and (call.returns_list or call.is_nested))
 
@@ -358,11 +360,11 @@ class RankText:
         """
         if op["action"] == VIEW:
             dtype, *geometry = self._geometry(op["outputs"][0])
-            return f"on_storage({', '.join([names[0], dtype_text(dtype), *map(str, geometry)])})"
+            return f"on_storage({', '.join([names[0], format_dtype(dtype), *map(str, geometry)])})"
         if op["action"] == "empty":
             (register,) = op["outputs"]
             dtype, _, shape, strides = self._geometry(register)
-            like = f"{shape}, {strides}, dtype={dtype_text(dtype)}"
+            like = f"{shape}, {strides}, dtype={format_dtype(dtype)}"
             return f"torch.empty_strided({like}, device={self._device(register)})"
         if op["action"] == WAIT:
             return f"{names[0]}.wait()"
@@ -370,7 +372,7 @@ class RankText:
             tensors = "".join(f", ({self._like(register)}, {self._device(register)})" for register in op["outputs"])
             return f"stand_in({self.recorded_ns(op)}{tensors})"
         if op["action"] == COLLECTIVE:
-            return collective_text(op, names[: op["sent"]], names[op["sent"] :])
+            return format_collective(op, names[: op["sent"]], names[op["sent"] :])
         call = self._calls[op["call"]]
         assert isinstance(call, CallText)
         text = call.write(names)
@@ -391,42 +393,46 @@ class RankText:
             number = self._tensors[register]["storage"]
             if number not in on:
                 storage = self._storages[number]
-                whole = self._dtypes[number]
-                elements = -(-storage["bytes"] // ITEM_BYTES[whole])
+                storage_dtype = self._dtypes[number]
+                elements = -(-storage["bytes"] // ITEM_BYTES[storage_dtype])
                 content = {None: "floats", "data": "integers"}.get(storage["content"], storage["content"])
                 bounds = "".join(f", {side}={storage[side]}" for side in ("low", "high") if storage[side] is not None)
                 seed = self._seed + number
-                base = f"filled({elements}, {dtype_text(whole)}, {content!r}{bounds}, seed={seed})"
+                base = f"filled({elements}, {format_dtype(storage_dtype)}, {content!r}{bounds}, seed={seed})"
                 if self._device(register) == "DEVICE":
                     base += ".to(DEVICE)"
-                if number not in self._data and (dtype, offset) == (whole, 0) and _is_whole(shape, strides, elements):
+                if (
+                    number not in self._data
+                    and (dtype, offset) == (storage_dtype, 0)
+                    and _is_whole(shape, strides, elements)
+                ):
                     on[number] = name(register)
                     yield f"{name(register)} = {base}" + (f".view({shape})" if len(shape) != 1 else "")
                     continue
                 on[number] = "whole"
                 yield f"whole = {base}"
-                for held, values in self._data.get(number, ()):
-                    of, *geometry = self._geometry(held)
-                    numbers = np.frombuffer(values, dtype=np.dtype(of).newbyteorder("<")).tolist()
-                    part = f"on_storage(whole, {dtype_text(of)}, {', '.join(map(str, geometry))})"
-                    yield f"{part}.copy_(torch.tensor({numbers}, dtype={dtype_text(of)}).view({geometry[1]}))"
-            yield f"{name(register)} = on_storage({on[number]}, {dtype_text(dtype)}, {offset}, {shape}, {strides})"
+                for data_register, values in self._data.get(number, ()):
+                    data_dtype, *geometry = self._geometry(data_register)
+                    numbers = np.frombuffer(values, dtype=np.dtype(data_dtype).newbyteorder("<")).tolist()
+                    part = f"on_storage(whole, {format_dtype(data_dtype)}, {', '.join(map(str, geometry))})"
+                    yield f"{part}.copy_(torch.tensor({numbers}, dtype={format_dtype(data_dtype)}).view({geometry[1]}))"
+            yield f"{name(register)} = on_storage({on[number]}, {format_dtype(dtype)}, {offset}, {shape}, {strides})"
             on[number] = name(register)
 
-    def case(self, number: int, op: Op, about: str) -> str | None:
+    def case(self, number: int, op: Op, description: str) -> str | None:
         """An op alone as a function that makes its inputs and gives what calls it; None where no text can.
 
         Args:
             number: Of the function.
             op: A row of the plan's `ops`.
-            about: Its docstring.
+            description: Its docstring.
         """
         if not isinstance(self._calls[op["call"]], CallText):
             return None
         names = {register: f"t{k}" for k, register in enumerate(dict.fromkeys(op["inputs"]))}
         call = self.expression({**op, "outputs": []}, [names[register] for register in op["inputs"]])
         lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
-        return function(f"case_{number}", "", "Callable[[], Any]", about, lines)
+        return format_function(f"case_{number}", "", "Callable[[], Any]", description, lines)
 
 
 def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bool:
@@ -439,21 +445,21 @@ def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bo
     return expected == elements
 
 
-def function(name: str, parameters: str, returns: str, about: str, lines: Iterable[str]) -> str:
+def format_function(name: str, parameters: str, returns: str, description: str, lines: Iterable[str]) -> str:
     """A function as text.
 
     Args:
         name: Its name.
         parameters: As they stand in brackets.
         returns: The type of what it gives; empty: not said.
-        about: Its docstring, any text.
+        description: Its docstring, any text.
         lines: What it does; each is broken where it is too long.
     """
-    doc = ascii(about.replace("µ", "u"))[1:-1].replace('"', r"\"")
-    body = [f'"""{doc}"""', *(part for line in lines for part in wrapped(line))]
+    doc = ascii(description.replace("µ", "u"))[1:-1].replace('"', r"\"")
+    body = [f'"""{doc}"""', *(part for line in lines for part in wrap_line(line))]
     return "\n".join(
         [
-            *wrapped(f"def {name}({parameters})" + (f" -> {returns}:" if returns else ":")),
+            *wrap_line(f"def {name}({parameters})" + (f" -> {returns}:" if returns else ":")),
             *(f"    {line}" for line in body),
         ]
     )
@@ -469,22 +475,22 @@ class Functions:
         folded: Its blocks.
     """
 
-    def __init__(self, text: RankText) -> None:
+    def __init__(self, text: RankScript) -> None:
         self._text = text
         regions = [(op["phase"], op["scope"]) for op in text.ops]
         starts = frozenset(k for k in range(1, len(regions)) if regions[k] != regions[k - 1])
-        self.folded: Folded = fold(text.lines, starts)
+        self.folded: FoldedProgram = find_repeats(text.lines, starts)
         self._order = self.folded.outermost_first()
         bodies = self.folded.bodies
         self._last: list[dict[int, int]] = [{} for _ in bodies]  # register -> line of its last use
         for body, last in zip(bodies, self._last, strict=True):
-            for at, line in enumerate(body):
-                last.update(dict.fromkeys([*line.reads, *line.writes], at))
+            for position, line in enumerate(body):
+                last.update(dict.fromkeys([*line.reads, *line.writes], position))
         needed: list[set[int]] = [set() for _ in bodies]  # of its own registers, by somebody after the body
         for number in self._order:
-            for at, line in enumerate(bodies[number]):
+            for position, line in enumerate(bodies[number]):
                 if line.what < 0:
-                    used = (self._last[number][r] > at or r in needed[number] for r in line.writes)
+                    used = (self._last[number][r] > position or r in needed[number] for r in line.writes)
                     first = self.folded.parameters[-1 - line.what]
                     needed[-1 - line.what].update(first + k for k, is_used in enumerate(used) if is_used)
         self._returned = [sorted(registers) for registers in needed]
@@ -497,26 +503,28 @@ class Functions:
                     self._handles[number].update(handles)
                 elif text.meanings[line.what]["action"] == COLLECTIVE:
                     self._handles[number].update(line.writes)
-        outside: dict[int, str] = {}
-        made: set[int] = set()
+        external_names: dict[int, str] = {}
+        created: set[int] = set()
         for line in bodies[0]:
             for register in line.reads:
-                if register not in made and register not in outside:
-                    outside[register] = f"w[{len(outside)}]"
-            made.update(line.writes)
-        self._outside = outside
+                if register not in created and register not in external_names:
+                    external_names[register] = f"w[{len(external_names)}]"
+            created.update(line.writes)
+        self._outside = external_names
         # Of each block: parameters that all calls give the same tensor from outside, as weights, with its name: these
         # are not passed.
-        self._same: list[dict[int, str]] = [dict(outside), *({} for _ in bodies[1:])]
-        seen: set[int] = set()
+        self._same: list[dict[int, str]] = [dict(external_names), *({} for _ in bodies[1:])]
+        seen_blocks: set[int] = set()
         for number in self._order:
             same = self._same[number]
             for line in bodies[number]:
                 if line.what < 0:
                     block = -1 - line.what
                     names = {k: same[r] for k, r in enumerate(line.reads) if r in same}
-                    self._same[block] = names if block not in seen else dict(self._same[block].items() & names.items())
-                    seen.add(block)
+                    self._same[block] = (
+                        names if block not in seen_blocks else dict(self._same[block].items() & names.items())
+                    )
+                    seen_blocks.add(block)
         self._takes_w = [bool(names) for names in self._same]
         for number in reversed(self._order):
             inner = [self._takes_w[-1 - line.what] for line in bodies[number] if line.what < 0]
@@ -532,25 +540,27 @@ class Functions:
             body: f"block_{number}{suffix}"
             for number, body in enumerate((body for body in reversed(self._order) if body), start=1)
         }
-        made = [*self._text.external(self._outside, self._outside.__getitem__), "return w"]
-        about = "What comes from outside: parameters, inputs, states."
-        outside = function(f"outside{suffix}", "", "dict[int, torch.Tensor]", about, ["w = {}", *made])
+        external_lines = [*self._text.external(self._outside, self._outside.__getitem__), "return w"]
+        description = "What comes from outside: parameters, inputs, states."
+        external_function = format_function(
+            f"outside{suffix}", "", "dict[int, torch.Tensor]", description, ["w = {}", *external_lines]
+        )
         blocks = []
         for body, called in self._names.items():
             first_ns = sum(map(self._time_ns, self.folded.bodies[body]))
-            took = f"; the first took {units.duration(first_ns)}" if first_ns else ""
+            took = f"; the first took {units.format_duration(first_ns)}" if first_ns else ""
             name = self._namer(body)
-            own = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
-            parameters = ", ".join(["w"] * self._takes_w[body] + own)
+            parameter_names = [name(k) for k in range(self.folded.parameters[body]) if k not in self._same[body]]
+            parameters = ", ".join(["w"] * self._takes_w[body] + parameter_names)
             lines = [*self._lines(body)]
             if self._returned[body]:
-                lines.append(f"return {_grouped([name(register) for register in self._returned[body]])}")
-            about = f"Called {self.folded.calls()[body]} times{took}."
-            blocks.append(function(called, parameters, "", about, lines))
+                lines.append(f"return {_format_names([name(register) for register in self._returned[body]])}")
+            description = f"Called {self.folded.calls()[body]} times{took}."
+            blocks.append(format_function(called, parameters, "", description, lines))
         lines = [*self._lines(0)] or ["pass"]
-        about = "All that was recorded, in order."
-        step = function(f"step{suffix}", "w: dict[int, torch.Tensor]", "None", about, lines)
-        return "\n\n\n".join([outside, *blocks, step])
+        description = "All that was recorded, in order."
+        step = format_function(f"step{suffix}", "w: dict[int, torch.Tensor]", "None", description, lines)
+        return "\n\n\n".join([external_function, *blocks, step])
 
     def _time_ns(self, line: ProgramLine) -> int:
         if line.what < 0:
@@ -575,35 +585,37 @@ class Functions:
 
     def _lines(self, body: int) -> Iterator[str]:
         name = self._namer(body)
-        kept = {*self._returned[body], *(self._outside if body == 0 else range(self.folded.parameters[body]))}
+        retained = {*self._returned[body], *(self._outside if body == 0 else range(self.folded.parameters[body]))}
         region: tuple[str | None, str] = (None, "")
-        for at, line in enumerate(self.folded.bodies[body]):
+        for position, line in enumerate(self.folded.bodies[body]):
             op = self._text.ops[line.source]
             if region != (region := (op["phase"], op["scope"])) and any(region):
                 yield "# " + ": ".join(ascii(part)[1:-1] for part in region if part)
-            dead = {r for r in (*line.reads, *line.writes) if self._last[body][r] == at and r not in kept}
-            wanted: list[int | None]  # the registers of what the line gives; None where nothing holds it
+            dead = {r for r in (*line.reads, *line.writes) if self._last[body][r] == position and r not in retained}
+            result_registers: list[int | None]  # the registers of what the line gives; None where nothing holds it
             if line.what < 0:
                 block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
-                wanted = [line.writes[register - first] for register in self._returned[block]]
+                result_registers = [line.writes[register - first] for register in self._returned[block]]
                 passed = [name(r) for k, r in enumerate(line.reads) if k not in self._same[block]]
                 call = f"{self._names[block]}({', '.join(['w'] * self._takes_w[block] + passed)})"
             else:
-                meaning, made = self._text.meanings[line.what], iter(line.writes)
-                wanted = [None if output is None else next(made) for output in meaning["outputs"]]
+                meaning, written_registers = self._text.meanings[line.what], iter(line.writes)
+                result_registers = [
+                    None if output is None else next(written_registers) for output in meaning["outputs"]
+                ]
                 call = self._text.expression(meaning, [name(r) for r in line.reads])
-            targets = ["_" if r is None or r in line.reads or r in dead else name(r) for r in wanted]
+            targets = ["_" if r is None or r in line.reads or r in dead else name(r) for r in result_registers]
             ended = [name(r) for r in dict.fromkeys(line.reads) if r in dead]
             if any(target != "_" for target in targets):
                 is_list = line.what >= 0 and self._text.gives_list(line.what)
-                yield f"{_grouped(targets, single=not is_list)} = {call}"
+                yield f"{_format_names(targets, single=not is_list)} = {call}"
                 ended += ["_"] * ("_" in targets)
             else:
                 yield call
             if ended:
-                yield f"del {_grouped(ended)}"
+                yield f"del {_format_names(ended)}"
 
 
-def _grouped(names: list[str], *, single: bool = True) -> str:
+def _format_names(names: list[str], *, single: bool = True) -> str:
     """Several names in brackets, so that the line may be broken; one as it is, unless it is one of a list."""
     return names[0] if single and len(names) == 1 else f"({', '.join(names)}{',' * (len(names) == 1)})"

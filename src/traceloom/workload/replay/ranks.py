@@ -31,7 +31,7 @@ from traceloom import errors
 from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
 from traceloom.system import process as leaving
 from traceloom.system import units
-from traceloom.system.processes import WorkerProcess, shared_folder
+from traceloom.system.processes import WorkerProcess, create_shared_directory
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay.communication import BACKENDS, RunningGroups, check_agreement
 from traceloom.workload.replay.plan import RankReplayed, Replayed, ReplayPlan
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-Say = Callable[[str], None]
+StatusCallback = Callable[[str], None]
 _OTHERS_FAIL_S = 3.0
 _LAST_LINES = 5
 
 
 def run_processes(
-    main: str, job: dict[str, Any], ranks: Sequence[int], folder: Path, say: Say, *, hint: str
+    main: str, job: dict[str, Any], ranks: Sequence[int], directory: Path, on_status: StatusCallback, *, hint: str
 ) -> list[dict[str, Any]]:
     """Start a process for each rank and wait for all; when one fails, the others are ended.
 
     Args:
         main: A module whose `main` calls `take_part`.
-        job: What all of them do; each is told `folder`, `process` (its place) and `ranks` besides.
+        job: What all of them do; each is told `directory`, `process` (its place) and `ranks` besides.
         ranks: Their names.
-        folder: For what they leave.
-        say: Told what the first of them is doing.
+        directory: For what they leave.
+        on_status: Told what the first of them is doing.
         hint: What to do should a rank fail; `{rank}` is its name.
 
     Returns:
@@ -85,23 +85,23 @@ def run_processes(
             for process in range(len(ranks)):
                 with leaving.defer_signals():
                     workers.append(WorkerProcess(main, threads=1))
-                workers[-1].send({**job, "folder": str(folder), "process": process, "ranks": list(ranks)})
+                workers[-1].send({**job, "folder": str(directory), "process": process, "ranks": list(ranks)})
             for process, worker in enumerate(workers):
                 threading.Thread(target=listen, args=(process, worker), daemon=True).start()
             until = None
             while running:
                 try:
-                    process, what = heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                    process, event = heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
                 except queue.Empty:
                     break
-                if isinstance(what, int):
+                if isinstance(event, int):
                     running.discard(process)
-                    if what:
-                        failed.setdefault(process, what)
-                elif "error" in what:
-                    failed[process] = what
+                    if event:
+                        failed.setdefault(process, event)
+                elif "error" in event:
+                    failed[process] = event
                 elif process == 0:
-                    say(what["says"])
+                    on_status(event["says"])
                 if failed and until is None:  # it pulls the others down, and which was first shows in a moment
                     until = time.monotonic() + _OTHERS_FAIL_S
         finally:
@@ -109,21 +109,21 @@ def run_processes(
             for worker in workers:
                 worker.ended()
     if failed:
-        raise _first_failure(failed, ranks, folder, hint)
-    return [msgspec.json.decode((folder / f"{process}.json").read_bytes()) for process in range(len(ranks))]
+        raise _find_first_failure(failed, ranks, directory, hint)
+    return [msgspec.json.decode((directory / f"{process}.json").read_bytes()) for process in range(len(ranks))]
 
 
-def _first_failure(
-    failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], folder: Path, hint: str
+def _find_first_failure(
+    failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], directory: Path, hint: str
 ) -> TraceloomError:
     """The failure that the others follow from: of who ended without a word, else the first that was spoken of."""
-    others = ", and the others were ended" if len(ranks) > 1 else ""
-    spoken = {process: what for process, what in failed.items() if isinstance(what, dict)}
+    suffix = ", and the others were ended" if len(ranks) > 1 else ""
+    spoken = {process: failure for process, failure in failed.items() if isinstance(failure, dict)}
     silent = {process: code for process, code in failed.items() if isinstance(code, int)}
     if silent:
         process, code = next(iter(silent.items()))
-        how = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        log = folder / f"{process}.log"
+        outcome = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        log = directory / f"{process}.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
         text = " | ".join(lines[-_LAST_LINES:])
     else:
@@ -131,20 +131,20 @@ def _first_failure(
         if first["type"]:
             kind: type[TraceloomError] = getattr(errors, first["type"])
             return kind(**first["error"])
-        how, text = "failed", first["error"]
+        outcome, text = "failed", first["error"]
     rank = ranks[process]
-    message = f"rank {rank} {how}{others}" + (f": {text}" if text else "")
+    message = f"rank {rank} {outcome}{suffix}" + (f": {text}" if text else "")
     return PartialError(message, slug="rank-failed", hint=hint.format(rank=rank))
 
 
-def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
+def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -> None:
     """What a process does that `run_processes` started; it ends here.
 
     Args:
         run: Given the job, and who is told what is being done, the answer.
     """
     job = json.loads(sys.stdin.readline())
-    folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
+    directory, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
 
     def end_with_parent() -> None:  # nobody reads what is measured once the standard input ends
         sys.stdin.read()
@@ -152,12 +152,12 @@ def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    log = os.open(folder / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    log = os.open(directory / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     for stream in (1, 2):  # ops and libraries may print
         os.dup2(log, stream)
 
-    def say(**what: Any) -> None:
-        answers.write(json.dumps(what) + "\n")
+    def say(**message: Any) -> None:
+        answers.write(json.dumps(message) + "\n")
         answers.flush()
 
     try:
@@ -165,10 +165,10 @@ def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
         if len(ranks) > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         answer = run(job, lambda text: say(says=text))
-        (folder / f"{process}.json").write_bytes(msgspec.json.encode(answer))
+        (directory / f"{process}.json").write_bytes(msgspec.json.encode(answer))
     except TraceloomError as error:
-        where = ", ".join(filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""]))
-        say(type=type(error).__name__, error={**error.to_dict(), "where": where}, time_ns=time.time_ns())
+        location = ", ".join(filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""]))
+        say(type=type(error).__name__, error={**error.to_dict(), "where": location}, time_ns=time.time_ns())
     except Exception as error:  # noqa: BLE001  (whatever it is, the parent must hear of it)
         traceback.print_exc()
         say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
@@ -177,13 +177,15 @@ def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
         os._exit(0)  # without the destructors of process groups, which wait for peers that may be gone
 
 
-def replay(plan: ReplayPlan, options: RunOptions | None = None, *, say: Say = lambda _: None) -> Replayed | None:
+def replay(
+    plan: ReplayPlan, options: RunOptions | None = None, *, on_status: StatusCallback = lambda _: None
+) -> Replayed | None:
     """Run a plan, each rank in a process of its own.
 
     Args:
         plan: What is run.
         options: How.
-        say: Told what is being done.
+        on_status: Told what is being done.
 
     Returns:
         What it gave; None in processes of torchrun other than the first.
@@ -200,56 +202,56 @@ def replay(plan: ReplayPlan, options: RunOptions | None = None, *, say: Say = la
         raise UsageError(
             f"the plan has no rank {strange[0]}",
             slug="wrong-usage",
-            hint=f"it has {units.count_of(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
+            hint=f"it has {units.format_quantity(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
         )
     check_agreement(plan, ranks)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _under_torchrun(plan, options, ranks, say)
-    with shared_folder() as folder:
-        plan.save(folder / "run.plan")
+        return _run_under_torchrun(plan, options, ranks, on_status)
+    with create_shared_directory() as directory:
+        plan.save(directory / "run.plan")
         job = {"options": asdict(options)}
         hint = "replay it alone with --ranks {rank}"
-        answers = run_processes("traceloom.workload.replay.ranks", job, ranks, folder, say, hint=hint)
-    return _together(plan, options, ranks, answers)
+        answers = run_processes("traceloom.workload.replay.ranks", job, ranks, directory, on_status, hint=hint)
+    return _merge_results(plan, options, ranks, answers)
 
 
-def _together(
+def _merge_results(
     plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
 ) -> Replayed:
     """The results of all ranks as one."""
-    of_ranks = {rank: RankReplayed.from_dict(answer["rank"]) for rank, answer in zip(ranks, answers, strict=True)}
+    result_by_rank = {rank: RankReplayed.from_dict(answer["rank"]) for rank, answer in zip(ranks, answers, strict=True)}
     missing = tuple(rank for rank in range(plan.world_size) if rank not in ranks)
     notices = [Notice(**notice) for notice in answers[0]["notices"]]
     if missing and any(rank_plan.collectives.height for rank_plan in plan):
-        text = f"{units.count_of(len(missing), 'rank')} of {plan.world_size} did not run: " + (
+        text = f"{units.format_quantity(len(missing), 'rank')} of {plan.world_size} did not run: " + (
             "communication was left out" if len(ranks) == 1 else "groups are those of the ranks that ran"
         )
         notices.append(Notice("ranks-missing", "warning", text, count=len(missing)))
     return Replayed(
-        plan.source, answers[0]["device"], options.pace, options.seed, answers[0]["environment"], of_ranks, missing,
+        plan.source, answers[0]["device"], options.pace, options.seed, answers[0]["environment"], result_by_rank, missing,
         tuple(notices),
     )  # fmt: skip
 
 
 def main() -> None:
     """What a process of ours does: one rank."""
-    take_part(_replayed)
+    take_part(_run_job)
 
 
-def _replayed(job: dict[str, Any], say: Say) -> dict[str, Any]:
+def _run_job(job: dict[str, Any], on_status: StatusCallback) -> dict[str, Any]:
     """The result of the rank that a job names."""
-    folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
-    plan = ReplayPlan.load(folder / "run.plan")
+    directory, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
+    plan = ReplayPlan.load(directory / "run.plan")
     options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
     store = None
-    if _communicate(plan, ranks):
+    if _has_communication(plan, ranks):
         import torch.distributed as dist
 
-        store = dist.FileStore(str(folder / "store"), len(ranks))
-    return _run_rank(plan, options, ranks, process, store, len(ranks), say)
+        store = dist.FileStore(str(directory / "store"), len(ranks))
+    return _run_rank(plan, options, ranks, process, store, len(ranks), on_status)
 
 
-def _communicate(plan: ReplayPlan, ranks: list[int]) -> bool:
+def _has_communication(plan: ReplayPlan, ranks: list[int]) -> bool:
     """Whether collectives run: among several ranks, and of one whose groups had no other rank when recorded."""
     if len(ranks) > 1:
         return True
@@ -258,14 +260,16 @@ def _communicate(plan: ReplayPlan, ranks: list[int]) -> bool:
     return used.len() > 0 and all(members.get(name) == ranks for name in used)
 
 
-def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:
+def _run_under_torchrun(
+    plan: ReplayPlan, options: RunOptions, ranks: list[int], on_status: StatusCallback
+) -> Replayed | None:
     """One of torchrun's processes runs its rank; the first puts all together."""
     from torch.distributed import DistNetworkError, PrefixStore, rendezvous
 
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != len(ranks):
         raise InputError(
-            f"torchrun started {units.count_of(world_size, 'process')} for {units.count_of(len(ranks), 'rank')}",
+            f"torchrun started {units.format_quantity(world_size, 'process')} for {units.format_quantity(len(ranks), 'rank')}",
             slug="wrong-world-size",
             hint=f"start {len(ranks)} of them, or name as many ranks with --ranks",
         )
@@ -280,7 +284,9 @@ def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say
         ) from error
     try:
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        answer = _run_rank(plan, options, ranks, process, store if _communicate(plan, ranks) else None, sharing, say)
+        answer = _run_rank(
+            plan, options, ranks, process, store if _has_communication(plan, ranks) else None, sharing, on_status
+        )
     except (RuntimeError, ValueError) as error:
         if isinstance(error, TraceloomError):
             raise
@@ -292,7 +298,7 @@ def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say
         return None
     answers = [msgspec.json.decode(results.get(str(other))) for other in range(world_size)]
     results.set("done", b"")
-    return _together(plan, options, ranks, answers)
+    return _merge_results(plan, options, ranks, answers)
 
 
 def _run_rank(  # noqa: PLR0917  (each is of another kind)
@@ -302,31 +308,31 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     process: int,
     store: dist.Store | None,
     sharing: int,
-    say: Say,
+    on_status: StatusCallback,
 ) -> dict[str, Any]:
     """Run one rank in this process; what `_together` takes."""
-    from traceloom.workload.replay.binding import bind, need_torch
+    from traceloom.workload.replay.binding import bind_call, require_torch
 
-    need_torch()
+    require_torch()
     import torch
     import torch.distributed as dist
 
     from traceloom.workload.replay.kernels import KernelLoader
     from traceloom.workload.replay.running import (
-        Execution,
-        device_of,
-        environment,
-        import_ops,
+        PlanRunner,
+        choose_device,
+        describe_environment,
+        import_custom_ops,
         record_passes,
         run_passes,
     )
 
-    namespaces = import_ops(options.imports)
+    namespaces = import_custom_ops(options.imports)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     torch.set_flush_denormal(True)
-    device, notices = device_of(plan, options, process)
-    communication, begin = None, None
+    device, notices = choose_device(plan, options, process)
+    communication, wait_for_ranks = None, None
 
     def agree(goes_on: bool) -> bool:
         flag = torch.tensor([int(goes_on)])
@@ -344,21 +350,23 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
             raise InputError(
                 f"no groups with the backend {backend}: {error}", slug="no-backend", hint="leave --backend out"
             ) from error
-        begin = dist.barrier
-    say("the first pass")
-    bound = partial(bind, recorded=plan.torch, further=namespaces)
-    of_rank = plan.ranks[ranks[process]]
-    with tempfile.TemporaryDirectory(prefix="traceloom-kernels-") as folder:
-        kernels = KernelLoader(of_rank, device, Path(folder) if options.trust else None)
-        execution = Execution(of_rank, device, options, communication, sharing, bind=bound, kernels=kernels)
-        result = run_passes(execution, options, begin=begin, agree=agree, say=say)
+        wait_for_ranks = dist.barrier
+    on_status("the first pass")
+    bound = partial(bind_call, recorded_torch=plan.torch, allowed_namespaces=namespaces)
+    rank_plan = plan.ranks[ranks[process]]
+    with tempfile.TemporaryDirectory(prefix="traceloom-kernels-") as directory:
+        kernels = KernelLoader(rank_plan, device, Path(directory) if options.trust else None)
+        execution = PlanRunner(rank_plan, device, options, communication, sharing, bind=bound, kernels=kernels)
+        result = run_passes(
+            execution, options, wait_for_ranks=wait_for_ranks, agree_to_continue=agree, report_progress=on_status
+        )
         if options.record is not None:
-            say(f"recording into {options.record}")
+            on_status(f"recording into {options.record}")
             source = plan.source or "a plan"
-            record_passes(execution, options.record, source, force=options.force, begin=begin)
+            record_passes(execution, options.record, source, force=options.force, wait_for_ranks=wait_for_ranks)
     return {
         "rank": result.to_dict(),
         "device": device.type,
         "notices": [asdict(notice) for notice in notices],
-        "environment": environment(device),
+        "environment": describe_environment(device),
     }

@@ -21,25 +21,25 @@ import msgspec
 import polars as pl
 
 from traceloom.errors import UsageError
-from traceloom.workload.replay.binding import Unbindable, bind
-from traceloom.workload.replay.plan import ITEM_BYTES, RUN, VIEW, RankPlan, ReplayPlan, empty_frame, frame
+from traceloom.workload.replay.binding import BindError, bind_call
+from traceloom.workload.replay.plan import ITEM_BYTES, RUN, VIEW, RankPlan, ReplayPlan, build_empty_frame, build_frame
 from traceloom.workload.replay.schema import parse_schema
-from traceloom.workload.replay.script import flat
-from traceloom.workload.replay.values import contiguous
+from traceloom.workload.replay.script import flatten_values
+from traceloom.workload.replay.values import compute_contiguous_strides
 
 if TYPE_CHECKING:
     import torch
 
-_MOST_TRIES = 256  # ways to make the arguments of one op fit
+_MAX_TRIES = 256  # ways to make the arguments of one op fit
 _SIZE_NAMES = re.compile(
     r"^(?:size|shape|sizes?_hint|output_size|input_sizes?|repeats|n|m|length|start|end|split_sizes?|normalized_shape|"
     r"stride|storage_offset|num_weights|num_classes|self_size|sizes)$"
 )
 
-_WHOLE = frozenset({"int", "Scalar", "number"})
+_INTEGER_TYPES = frozenset({"int", "Scalar", "number"})
 
 
-def scaled(
+def scale_plan(
     plan: ReplayPlan, factors: Mapping[int, Fraction] | None = None, *, batch: Fraction | None = None
 ) -> ReplayPlan:
     """The plan with other sizes.
@@ -56,7 +56,7 @@ def scaled(
     return replace(plan, ranks=ranks)
 
 
-def repeated(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
+def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
     """The plan with every stretch of ops in a scope run several times, one after the other.
 
     Raises:
@@ -64,16 +64,16 @@ def repeated(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
     """
     ranks = {}
     for rank, rank_plan in plan.ranks.items():
-        inside = rank_plan.ops["scope"].str.split("/").list.contains(scope) | rank_plan.ops["scope"].str.starts_with(
+        in_scope = rank_plan.ops["scope"].str.split("/").list.contains(scope) | rank_plan.ops["scope"].str.starts_with(
             f"{scope}."
         )
-        if (rank_plan.ops["action"].is_in(["collective", "wait"]) & inside).any():
+        if (rank_plan.ops["action"].is_in(["collective", "wait"]) & in_scope).any():
             text = f"`{scope}` holds collectives, which other ranks would have to repeat too"
             raise UsageError(text, slug="cannot-resize", hint="repeat a scope that computes only")
-        stretches = rank_plan.ops.with_columns(inside.alias("inside"), inside.rle_id().alias("stretch"))
+        marked_ops = rank_plan.ops.with_columns(in_scope.alias("inside"), in_scope.rle_id().alias("stretch"))
         parts = [
             part.drop("inside", "stretch")
-            for _, part in stretches.group_by("stretch", maintain_order=True)
+            for _, part in marked_ops.group_by("stretch", maintain_order=True)
             for _ in range(times if part["inside"][0] else 1)
         ]
         ops = pl.concat(parts).with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("op"))
@@ -91,11 +91,11 @@ class _Scaling:
 
     def __init__(self, plan: RankPlan, factors: dict[int, Fraction], batch: Fraction | None) -> None:
         self.plan_before = plan
-        self.sizes = {size: _whole(size, factor) for size, factor in factors.items()}
+        self.sizes = {size: _scale_size(size, factor) for size, factor in factors.items()}
         self.data: set[int] = set()
         if batch is not None:
             size, self.data = self.find_batch()
-            self.sizes[size] = _whole(size, batch)
+            self.sizes[size] = _scale_size(size, batch)
         self.everywhere = batch is None
         self.before = plan.tensors.select("storage", "offset", "shape", "strides", "dtype").rows()
         self.tensors: dict[int, torch.Tensor] = {}
@@ -121,12 +121,16 @@ class _Scaling:
         for _, registers in dense.group_by("storage", maintain_order=True):
             if registers["offset"].n_unique() < 2:
                 continue
-            whole = max(start + elements for start, elements in registers.select("offset", "elements").iter_rows())
+            total_elements = max(
+                start + elements for start, elements in registers.select("offset", "elements").iter_rows()
+            )
             offset = 0
             before = 0
             moved: dict[int, int] = {}
             for start, part in (
-                registers.filter(pl.col("elements") < whole).sort("offset").group_by("offset", maintain_order=True)
+                registers.filter(pl.col("elements") < total_elements)
+                .sort("offset")
+                .group_by("offset", maintain_order=True)
             ):
                 first = max(part["tensor"], key=lambda number: prod(self.before[number][2]))
                 offset += int(start[0]) - before
@@ -134,10 +138,10 @@ class _Scaling:
                 before = int(start[0]) + prod(self.before[first][2])
                 offset += prod(self.sizes_of(first))
             for tensor, start, elements in registers.select("tensor", "offset", "elements").iter_rows():
-                if elements < whole:
+                if elements < total_elements:
                     out[tensor] = (moved[start], None)
                 elif len(self.before[tensor][2]) == 1:
-                    out[tensor] = (start, offset + whole - before)
+                    out[tensor] = (start, offset + total_elements - before)
         return out
 
     def sizes_of(self, number: int) -> tuple[int, ...]:
@@ -147,7 +151,7 @@ class _Scaling:
             return tuple(self.sizes.get(length, length) for length in shape)
         changes = storage in self.data
         return tuple(
-            self.sizes.get(length, length) if changes and not at else length for at, length in enumerate(shape)
+            self.sizes.get(length, length) if changes and not dim else length for dim, length in enumerate(shape)
         )
 
     def find_batch(self) -> tuple[int, set[int]]:
@@ -182,8 +186,8 @@ class _Scaling:
     def scaled_op(self, row: Mapping[str, Any]) -> int | None:
         inputs = [self.tensor(tensor) for tensor in row["inputs"]]
         if row["action"] == VIEW:
-            (made,) = row["outputs"]
-            self.tensors[made] = self.view(row["inputs"][0], made, inputs[0], row)
+            (output,) = row["outputs"]
+            self.tensors[output] = self.view(row["inputs"][0], output, inputs[0], row)
             return None
         if row["call"] is None:
             for tensor in row["outputs"]:
@@ -216,8 +220,10 @@ class _Scaling:
             try:
                 with torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    values = list(flat(bind(schema, tried, "meta")([tensor.detach() for tensor in inputs])))
-            except Unbindable:
+                    values = list(
+                        flatten_values(bind_call(schema, tried, "meta")([tensor.detach() for tensor in inputs]))
+                    )
+            except BindError:
                 self.take_recorded_outputs(row)
                 return arguments
             except Exception as error:  # noqa: BLE001  (any op may raise anything)
@@ -253,28 +259,29 @@ class _Scaling:
         """The arguments with sizes changed: first those equal to a symbol, then any others, the fewest first."""
         values = msgspec.json.decode(arguments)
         declared = parse_schema(schema).arguments
-        places = [
+        numbers_by_path = [
             (path, value)
-            for at, argument in enumerate(declared[: len(values)])
-            if "SymInt" in argument.type.bases or (_SIZE_NAMES.match(argument.name) and argument.type.bases & _WHOLE)
-            for path, value in _numbers(values[at], (at,))
+            for index, argument in enumerate(declared[: len(values)])
+            if "SymInt" in argument.type.bases
+            or (_SIZE_NAMES.match(argument.name) and argument.type.bases & _INTEGER_TYPES)
+            for path, value in _find_numbers(values[index], (index,))
             if self.new_size(value) is not None
         ]
-        likely = {path for path, value in places if value in self.sizes}
+        likely = {path for path, value in numbers_by_path if value in self.sizes}
         if not changed and not self.everywhere:
             likely = set()
         # The first of several sizes is the more likely one: it is added first, and taken back last.
-        others = [path for path, _ in places if path not in likely]
-        others += [path for path, _ in reversed(places) if path in likely]
-        new = {path: self.new_size(value) for path, value in places}
+        other_paths = [path for path, _ in numbers_by_path if path not in likely]
+        other_paths += [path for path, _ in reversed(numbers_by_path) if path in likely]
+        new = {path: self.new_size(value) for path, value in numbers_by_path}
         tries = 0
-        for count in range(len(others) + 1):
-            for flipped in combinations(others, count):
+        for count in range(len(other_paths) + 1):
+            for flipped in combinations(other_paths, count):
                 tries += 1
-                if tries > _MOST_TRIES:
+                if tries > _MAX_TRIES:
                     return
-                chosen = likely ^ set(flipped)
-                yield _with(values, {path: new[path] for path in chosen}) if chosen else arguments
+                selected = likely ^ set(flipped)
+                yield _replace_numbers(values, {path: new[path] for path in selected}) if selected else arguments
 
     def new_size(self, value: int) -> int | None:
         """A size as it becomes if it changes; None where it is no multiple of what does."""
@@ -300,15 +307,15 @@ class _Scaling:
             new = (length,)
         if list(new) != list(shape):  # what lay without gaps does so again
             order = sorted(range(len(shape)), key=lambda at: -strides[at])
-            dense = contiguous(tuple(new[at] for at in order))
-            strides = [dense[order.index(at)] for at in range(len(shape))]
-        here: torch.dtype = getattr(torch, dtype)
-        whole = torch.empty(_elements(offset, new, strides), dtype=here, device="meta")
-        return whole.as_strided(new, strides, offset)
+            dense = compute_contiguous_strides(tuple(new[dim] for dim in order))
+            strides = [dense[order.index(dim)] for dim in range(len(shape))]
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        storage = torch.empty(_count_elements(offset, new, strides), dtype=torch_dtype, device="meta")
+        return storage.as_strided(new, strides, offset)
 
-    def view(self, source: int, made: int, tensor: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
+    def view(self, source: int, output: int, tensor: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
         """Another geometry of a tensor that lives."""
-        _, offset, shape, strides, dtype = self.before[made]
+        _, offset, shape, strides, dtype = self.before[output]
         before = self.before[source]
         same = tuple(tensor.shape) == tuple(before[2]) and tensor.storage_offset() == before[1]
         if same and tuple(tensor.stride()) == tuple(before[3]):
@@ -316,11 +323,11 @@ class _Scaling:
 
             bare = tensor if before[4] == dtype else tensor.view(getattr(torch, dtype))
             return bare.as_strided(shape, strides, offset)
-        if tuple(strides) == contiguous(tuple(shape)) and tensor.is_contiguous() and before[4] == dtype:
+        if tuple(strides) == compute_contiguous_strides(tuple(shape)) and tensor.is_contiguous() and before[4] == dtype:
             text = msgspec.json.encode([{"tensor": 0}, shape]).decode()
             schema = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"
             tried = self.run({**row, "name": "a view", "inputs": [source]}, schema, text, [tensor])
-            return bind(schema, tried, "meta")([tensor])
+            return bind_call(schema, tried, "meta")([tensor])
         raise UsageError(
             f"the view {shape} of a tensor of {list(tensor.shape)} leaves gaps: it cannot be scaled",
             slug="cannot-resize",
@@ -338,7 +345,7 @@ class _Scaling:
         tensors = [self.tensor(number) for number in range(len(self.before))]
         storages = [0] * before.storages.height
         for (storage, *_, dtype), tensor in zip(self.before, tensors, strict=True):
-            elements = _elements(tensor.storage_offset(), tensor.shape, tensor.stride())
+            elements = _count_elements(tensor.storage_offset(), tensor.shape, tensor.stride())
             storages[storage] = max(storages[storage], elements * ITEM_BYTES[dtype])
         schemas, arguments, flags = zip(*self.call_rows, strict=True) if self.call_rows else ((), (), ())
         count = len(schemas)
@@ -351,19 +358,19 @@ class _Scaling:
             exchanged = exchanged.with_columns(pl.Series("bytes", moved, dtype=pl.Int64))
         fits = [list(tensors[tensor].shape) == self.before[tensor][2] for tensor in before.data["tensor"]]
         data = before.data.filter(pl.Series(fits, dtype=pl.Boolean))
-        held = data["tensor"].replace_strict(range(len(self.before)), [row[0] for row in self.before])
-        lost = (pl.col("content") == "data") & ~pl.col("storage").is_in(held.implode())
+        data_storages = data["tensor"].replace_strict(range(len(self.before)), [row[0] for row in self.before])
+        lost = (pl.col("content") == "data") & ~pl.col("storage").is_in(data_storages.implode())
         plan = replace(
             before,
             ops=before.ops.with_columns(pl.Series("call", calls, dtype=pl.UInt32)),
-            calls=frame(
+            calls=build_frame(
                 "calls",
                 {
                     "rank": [rank] * count, "call": range(count), "schema": schemas, "arguments": arguments,
                     "flags": flags,
                 },
             ),
-            tensors=frame(
+            tensors=build_frame(
                 "tensors",
                 {
                     "rank": [rank] * len(tensors), "tensor": range(len(tensors)),
@@ -378,14 +385,14 @@ class _Scaling:
                 evidence=pl.when(lost).then(pl.lit("range", before.storages.schema["evidence"])).otherwise("evidence"),
             ),
             data=data,
-            kernels=empty_frame("kernels"),  # a kernel of other sizes is another one: stand-ins
+            kernels=build_empty_frame("kernels"),  # a kernel of other sizes is another one: stand-ins
             collectives=exchanged,
         )  # fmt: skip
         plan.check()
         return plan
 
 
-def _whole(size: int, factor: Fraction) -> int:
+def _scale_size(size: int, factor: Fraction) -> int:
     new = size * factor
     if new.denominator != 1 or new < 1:
         text = f"{size} x {float(factor):g} is no whole number above 0"
@@ -393,23 +400,23 @@ def _whole(size: int, factor: Fraction) -> int:
     return int(new)
 
 
-def _elements(offset: int, shape: Any, strides: Any) -> int:
+def _count_elements(offset: int, shape: Any, strides: Any) -> int:
     """Elements of the storage that a geometry needs."""
     if 0 in shape:
         return offset
     return int(offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1)
 
 
-def _numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+def _find_numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
     """Whole numbers within a value, with where they stand."""
     if isinstance(value, list):
-        for at, part in enumerate(value):
-            yield from _numbers(part, (*path, at))
+        for index, part in enumerate(value):
+            yield from _find_numbers(part, (*path, index))
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         yield path, value
 
 
-def _with(values: list[Any], changes: Mapping[tuple[int, ...], int | None]) -> str:
+def _replace_numbers(values: list[Any], changes: Mapping[tuple[int, ...], int | None]) -> str:
     """JSON of values with some numbers in them changed."""
     out = msgspec.json.decode(msgspec.json.encode(values))
     for path, number in changes.items():

@@ -24,11 +24,18 @@ from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
 from traceloom.system import units
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay import binding
-from traceloom.workload.replay.contents import filled
-from traceloom.workload.replay.execution import GPU_TIMES, device_times
+from traceloom.workload.replay.contents import generate_content
+from traceloom.workload.replay.execution import GPU_TIMES, measure_device_times
 from traceloom.workload.replay.kernels import KernelLoader
 from traceloom.workload.replay.plan import FAILURES, RankPlan, RankReplayed, ReplayPlan
-from traceloom.workload.replay.program import Assembly, Bind, Manner, geometries, keeps_host, on_storage
+from traceloom.workload.replay.program import (
+    Bind,
+    ProgramBuilder,
+    RunMode,
+    build_geometries,
+    create_view,
+    should_stay_on_cpu,
+)
 from traceloom.workload.replay.schema import UnreadableSchemaError, parse_schema
 
 if TYPE_CHECKING:
@@ -37,16 +44,28 @@ if TYPE_CHECKING:
     from traceloom.workload.replay.communication import RunningGroups
 
 Pace = Literal["fast", "recorded"]
-Threads = Literal["one", "recorded"]
+ThreadMode = Literal["one", "recorded"]
 
-_MEDIAN_WITHIN = 0.02
+_MEDIAN_TOLERANCE = 0.02
 _CONFIDENCE = 0.95
-_WARM_PASSES, _WARM_S = 2, 1.0
+_WARMUP_PASSES, _WARMUP_S = 2, 1.0
 # Passes that are recorded, those before, and those in which the recorder takes its graph step.
-_RECORDED, _WARM_RECORDED, _AFTER_RECORDED = 5, 3, 3
-_MUCH = 1e6
+_RECORDED_PASSES, _PASSES_BEFORE_RECORDED, _GRAPH_STEP_PASSES = 5, 3, 3
+_MAX_MEAN_MAGNITUDE = 1e6
 """Sums of floats that changed over passes: beyond this mean magnitude they get their first content again."""
-_VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HIP_", "LD_PRELOAD")
+_ENVIRONMENT_VARIABLE_PREFIXES = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "HIP_",
+    "LD_PRELOAD",
+)
 
 
 @dataclass(frozen=True)
@@ -83,29 +102,32 @@ class RunOptions:
     ranks: tuple[int, ...] | None = None
     stand_ins: bool = False
     strict: bool = False
-    threads: Threads = "one"
+    threads: ThreadMode = "one"
     imports: tuple[str, ...] = ()
     trust: bool = False
     record: str | None = None
     force: bool = False
 
 
-def is_known(values: Sequence[int], within: float = _MEDIAN_WITHIN) -> bool:
+def is_median_precise(values: Sequence[int], tolerance: float = _MEDIAN_TOLERANCE) -> bool:
     """Whether the median of what these are samples of is known: its interval of 95 % reaches so far to either side.
 
     The interval lies between two of the values, whatever their distribution; below six values there is none.
     """
     count = len(values)
-    below, left_out = 0.0, 0
-    while (below := below + math.comb(count, left_out) / 2**count) <= (1 - _CONFIDENCE) / 2:
-        left_out += 1
-    if not left_out:
+    tail_probability, trimmed_count = 0.0, 0
+    while (tail_probability := tail_probability + math.comb(count, trimmed_count) / 2**count) <= (1 - _CONFIDENCE) / 2:
+        trimmed_count += 1
+    if not trimmed_count:
         return False
-    ordered = sorted(values)
-    return ordered[count - left_out] - ordered[left_out - 1] <= 2 * within * ordered[count // 2]
+    sorted_values = sorted(values)
+    return (
+        sorted_values[count - trimmed_count] - sorted_values[trimmed_count - 1]
+        <= 2 * tolerance * sorted_values[count // 2]
+    )
 
 
-def free_bytes(device: torch.device) -> int | None:
+def get_free_bytes(device: torch.device) -> int | None:
     """Memory that tensors of this device can still take; None where the system does not say."""
     if device.type != "cpu":
         import torch
@@ -126,7 +148,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_memory(
-    plan: RankPlan, device: torch.device, limit: int | None, sharing: int, needed: Collection[int] | None = None
+    plan: RankPlan, device: torch.device, limit: int | None, process_count: int, needed: Collection[int] | None = None
 ) -> None:
     """See that the tensors of a plan have room, before the first of them is allocated.
 
@@ -134,28 +156,28 @@ def check_memory(
         plan: Of one rank.
         device: Where it runs.
         limit: What the user allows.
-        sharing: Processes that share the memory.
+        process_count: Processes that share the memory.
         needed: The storages that are allocated; None: all.
 
     Raises:
         InputError: slug `too-little-memory`.
     """
     storages = plan.storages if needed is None else plan.storages.filter(pl.col("storage").is_in(list(needed)))
-    peak, free = plan.peak_bytes(storages), free_bytes(device)
+    peak, free = plan.peak_bytes(storages), get_free_bytes(device)
     allowed = [(limit, "--memory-limit allows")] if limit is not None else []
     if free is not None:
-        shared = f" for each of {sharing} processes" if sharing > 1 else ""
-        allowed.append((free // sharing, f"this machine has free on {device.type}{shared}"))
-    for most, what in allowed:
-        if peak > most:
+        shared = f" for each of {process_count} processes" if process_count > 1 else ""
+        allowed.append((free // process_count, f"this machine has free on {device.type}{shared}"))
+    for allowed_bytes, limit_text in allowed:
+        if peak > allowed_bytes:
             raise InputError(
-                f"the tensors of rank {plan.rank} take {units.size(peak)}, and {units.size(most)} is what {what}",
+                f"the tensors of rank {plan.rank} take {units.format_size(peak)}, and {units.format_size(allowed_bytes)} is what {limit_text}",
                 slug="too-little-memory",
                 hint="replay a part with --scope or --steps, or fewer ranks with --ranks",
             )
 
 
-def device_of(plan: ReplayPlan, options: RunOptions, process: int) -> tuple[torch.device, tuple[Notice, ...]]:
+def choose_device(plan: ReplayPlan, options: RunOptions, process_index: int) -> tuple[torch.device, tuple[Notice, ...]]:
     """Where a process runs its plan, and what must be said about that.
 
     Raises:
@@ -167,8 +189,8 @@ def device_of(plan: ReplayPlan, options: RunOptions, process: int) -> tuple[torc
         "cpu",
         "meta",
     }
-    kind = options.device or next((name for name in sorted(recorded) if _is_there(name)), "cpu")
-    if kind != "cpu" and not _is_there(kind):
+    kind = options.device or next((name for name in sorted(recorded) if _is_device_available(name)), "cpu")
+    if kind != "cpu" and not _is_device_available(kind):
         raise InputError(
             f"this torch ({torch.__version__}) has no device of the kind {kind} here",
             slug="no-device",
@@ -176,18 +198,18 @@ def device_of(plan: ReplayPlan, options: RunOptions, process: int) -> tuple[torc
         )
     notices: tuple[Notice, ...] = ()
     if recorded != {kind} - {"cpu"}:
-        was = " and ".join(sorted(recorded)) or "cpu"
-        text = f"recorded on {was}, replayed on {kind}: times of ops are those of this device, not of the recorded one"
+        recorded_text = " and ".join(sorted(recorded)) or "cpu"
+        text = f"recorded on {recorded_text}, replayed on {kind}: times of ops are those of this device, not of the recorded one"
         notices = (Notice("other-device", "warning", text),)
     if kind == "cpu":
         return torch.device("cpu"), notices
     module: Any = torch.get_device_module(kind)
-    index = int(os.environ.get("LOCAL_RANK", process)) % module.device_count()
+    index = int(os.environ.get("LOCAL_RANK", process_index)) % module.device_count()
     module.set_device(index)
     return torch.device(kind, index), notices
 
 
-def _is_there(kind: str) -> bool:
+def _is_device_available(kind: str) -> bool:
     import torch
 
     try:
@@ -196,7 +218,7 @@ def _is_there(kind: str) -> bool:
         return False
 
 
-def import_ops(modules: Sequence[str]) -> frozenset[str]:
+def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
     """Import what brings custom ops, also from the current folder; returns the namespaces that came with it.
 
     Raises:
@@ -218,7 +240,7 @@ def import_ops(modules: Sequence[str]) -> frozenset[str]:
     return frozenset(namespaces() - before)
 
 
-def copied_asynchronously(plan: RankPlan) -> frozenset[int]:
+def find_async_copied_storages(plan: RankPlan) -> frozenset[int]:
     """The storages that ops copy without waiting: on the host the program had pinned them, or it would have waited."""
     calls = []
     for call, schema, arguments in plan.calls.select("call", "schema", "arguments").iter_rows():
@@ -232,85 +254,87 @@ def copied_asynchronously(plan: RankPlan) -> frozenset[int]:
     return frozenset(plan.tensors["storage"].gather(inputs))
 
 
-class _Contents:
+class _ExternalStorages:
     """The external storages of a plan that are needed, and the registers on them."""
 
     def __init__(self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]) -> None:
-        self._geometries = geometries(plan, device)
-        self._device, self._seed, self._keeps_host = device, seed, keeps_host(plan, device)
-        self._pinned = copied_asynchronously(plan) if self._keeps_host else frozenset()
+        self._geometries = build_geometries(plan, device)
+        self._device, self._seed, self._keep_on_host = device, seed, should_stay_on_cpu(plan, device)
+        self._pinned = find_async_copied_storages(plan) if self._keep_on_host else frozenset()
         external = plan.storages.filter("external", pl.col("storage").is_in(list(needed)))
-        on = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
-        self._dtypes = dict(on.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows())
+        external_tensors = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
+        self._dtypes = dict(
+            external_tensors.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows()
+        )
         self._rows = {row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes}
-        self._storage_of = dict(on.select("tensor", "storage").iter_rows())
+        self._storage_of = dict(external_tensors.select("tensor", "storage").iter_rows())
         self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
         for tensor, values in plan.data.select("tensor", "values").iter_rows():
             if tensor in self._storage_of:
                 self._data[self._storage_of[tensor]].append((tensor, values))
-        self._whole = {storage: self._new(storage) for storage in self._rows}
-        self.tensors = {tensor: self._on(tensor) for tensor in self._storage_of}
+        self._storages = {storage: self._create_storage(storage) for storage in self._rows}
+        self.tensors = {tensor: self._create_tensor(tensor) for tensor in self._storage_of}
         self._versions = {row: tensor._version for row, tensor in self.tensors.items()}  # noqa: SLF001
-        self._kept: dict[int, torch.Tensor] = {}
-        self._floats: list[int] = []
-        self._moved: list[int] = []
+        self._saved_integers: dict[int, torch.Tensor] = {}
+        self._written_float_storages: list[int] = []
+        self._rebound_tensors: list[int] = []
 
-    def _new(self, storage: int) -> torch.Tensor:
+    def _create_storage(self, storage: int) -> torch.Tensor:
         import torch
 
         row, dtype = self._rows[storage], getattr(torch, self._dtypes[storage])
         elements = -(-row["bytes"] // dtype.itemsize)
         content = {None: "floats", "data": "integers"}.get(row["content"], row["content"])
-        whole = filled(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage)
+        elements_tensor = generate_content(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage)
         for tensor, values in self._data[storage]:
-            held = on_storage(self._geometries[tensor], whole)
-            held.copy_(torch.frombuffer(bytearray(values), dtype=held.dtype).view(held.shape))
-        if self._keeps_host and row["device"] == "cpu":
-            return whole.pin_memory() if storage in self._pinned else whole
-        return whole.to(self._device)
+            view = create_view(self._geometries[tensor], elements_tensor)
+            view.copy_(torch.frombuffer(bytearray(values), dtype=view.dtype).view(view.shape))
+        if self._keep_on_host and row["device"] == "cpu":
+            return elements_tensor.pin_memory() if storage in self._pinned else elements_tensor
+        return elements_tensor.to(self._device)
 
-    def _on(self, tensor: int) -> torch.Tensor:
+    def _create_tensor(self, tensor: int) -> torch.Tensor:
         # No view of the whole: some ops refuse to work in place on views.
-        return on_storage(self._geometries[tensor], self._whole[self._storage_of[tensor]])
+        return create_view(self._geometries[tensor], self._storages[self._storage_of[tensor]])
 
-    def find_changes(self, registers: Sequence[Any], unseen: Collection[int] = ()) -> None:
+    def find_changes(self, registers: Sequence[Any], untracked_writes: Collection[int] = ()) -> None:
         """After a pass: which storages ops write to, and which tensors they gave another geometry or storage.
 
         Args:
             registers: As the pass began.
-            unseen: Storages that may have been written to without PyTorch's knowledge.
+            untracked_writes: Storages that may have been written to without PyTorch's knowledge.
         """
         written = {
             self._storage_of[row]
             for row, version in self._versions.items()
             if registers[row]._version != version  # noqa: SLF001
-        } | (self._whole.keys() & unseen)
+        } | (self._storages.keys() & untracked_writes)
         for storage in sorted(written):
-            if self._whole[storage].dtype.is_floating_point:
-                self._floats.append(storage)
+            if self._storages[storage].dtype.is_floating_point:
+                self._written_float_storages.append(storage)
             else:
-                self._kept[storage] = self._new(storage)
-        self._moved = [
+                self._saved_integers[storage] = self._create_storage(storage)
+        self._rebound_tensors = [
             row
             for row in self.tensors
             if tuple(registers[row].shape) != self._geometries[row].shape
             or registers[row].untyped_storage().data_ptr()
-            != self._whole[self._storage_of[row]].untyped_storage().data_ptr()
+            != self._storages[self._storage_of[row]].untyped_storage().data_ptr()
         ]
 
-    def restore(self, registers: list[Any], *, floats: bool = True) -> None:
+    def restore(self, registers: list[Any], *, check_floats: bool = True) -> None:
         """Before a pass: integers as they were, because they may be indices; floats that have grown beyond use."""
-        for storage, content in self._kept.items():
-            self._whole[storage].copy_(content)
-        for storage in self._floats if floats else ():
-            whole = self._whole[storage]
-            if not float(whole.float().sum().abs()) < _MUCH * max(1, whole.numel()):
-                whole.copy_(self._new(storage))
-        for row in self._moved:
-            registers[row] = self._on(row)
+        for storage, content in self._saved_integers.items():
+            self._storages[storage].copy_(content)
+        for storage in self._written_float_storages if check_floats else ():
+            storage_tensor = self._storages[storage]
+            if not float(storage_tensor.float().sum().abs()) < _MAX_MEAN_MAGNITUDE * max(1, storage_tensor.numel()):
+                storage_tensor.copy_(self._create_storage(storage))
+        for row in self._rebound_tensors:
+            registers[row] = self._create_tensor(row)
 
 
-class Execution:
+class PlanRunner:
     """A rank's plan that has been run once, and can be run again.
 
     Args:
@@ -333,67 +357,67 @@ class Execution:
         device: torch.device,
         options: RunOptions,
         communication: RunningGroups | None = None,
-        sharing: int = 1,
+        process_count: int = 1,
         *,
-        bind: Bind = binding.bind,
+        bind: Bind = binding.bind_call,
         kernels: KernelLoader | None = None,
     ) -> None:
         import torch
 
-        manner = Manner(
+        mode = RunMode(
             device, bind, communication, kernels or KernelLoader(plan, device), options.pace == "recorded",
             options.threads == "recorded", options.stand_ins,
         )  # fmt: skip
-        assembly = Assembly(plan, manner)
-        check_memory(plan, device, options.memory_limit, sharing, assembly.needed)
+        lowering = ProgramBuilder(plan, mode)
+        check_memory(plan, device, options.memory_limit, process_count, lowering.needed)
         torch.manual_seed(options.seed)
         self.plan = plan
         self.device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._cpu_clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
         with torch.no_grad():
-            self._contents = _Contents(plan, device, options.seed, assembly.needed)
-            self.program, self.stand_ins = assembly.program(self._contents.tensors)
-            self.program.settle(*([self._end] if options.strict else []))
-            self._contents.find_changes(self.program.registers, assembly.written_unseen)
+            self._contents = _ExternalStorages(plan, device, options.seed, lowering.needed)
+            self.program, self.stand_ins = lowering.program(self._contents.tensors)
+            self.program.settle(*([self._raise_op_error] if options.strict else []))
+            self._contents.find_changes(self.program.registers, lowering.kernel_written_storages)
 
-    def _end(self, op: int, text: str) -> None:
+    def _raise_op_error(self, op: int, text: str) -> None:
         """End the run at an op that failed."""
-        row = _with_arguments(self.plan, {op: text}).row(0, named=True)
+        row = _build_op_messages(self.plan, {op: text}).row(0, named=True)
         raise CheckError(
             f"{row['name']}: {row['text']}",
             slug="op-failed",
             where=f"op {op}" if row["node"] is None else f"node {row['node']}",
         )
 
-    def once(
+    def run_pass(
         self,
         *,
-        timed: bool = False,
-        recorded: bool = False,
-        within: Callable[..., Any] | None = None,
-        begin: Callable[[], None] | None = None,
+        with_timer: bool = False,
+        is_recording: bool = False,
+        call_wrapper: Callable[..., Any] | None = None,
+        wait_for_ranks: Callable[[], None] | None = None,
     ) -> tuple[int, int]:
         """One pass: wall time and processor time of the process, ns.
 
         Args:
-            timed: With a timer around each op: `program.times` holds what it read.
-            within: Makes each call, see `Program.run_within`.
-            recorded: Somebody looks on: nothing runs that is not of the plan, but for what it needs to run at all.
-            begin: Waits for the other ranks.
+            with_timer: With a timer around each op: `program.times` holds what it read.
+            call_wrapper: Makes each call, see `Program.run_within`.
+            is_recording: Somebody looks on: nothing runs that is not of the plan, but for what it needs to run at all.
+            wait_for_ranks: Waits for the other ranks.
         """
         import torch
 
         with torch.no_grad():
-            self._contents.restore(self.program.registers, floats=not recorded)
+            self._contents.restore(self.program.registers, check_floats=not is_recording)
             run = self.program.run_once
-            if timed:
+            if with_timer:
                 run = partial(self.program.run_timed, self._cpu_clock)
-            elif within:
-                run = partial(self.program.run_within, within)
+            elif call_wrapper:
+                run = partial(self.program.run_within, call_wrapper)
             self._synchronize()
-            if begin:
-                begin()
+            if wait_for_ranks:
+                wait_for_ranks()
             cpu, wall = time.process_time_ns(), time.perf_counter_ns()
             run()
             self._synchronize()
@@ -409,70 +433,76 @@ class Execution:
 
 
 def record_passes(
-    execution: Execution,
+    runner: PlanRunner,
     directory: str,
-    of: str,
+    source_run: str,
     *,
     force: bool = False,
-    begin: Callable[[], None] | None = None,
+    wait_for_ranks: Callable[[], None] | None = None,
 ) -> None:
     """Record some passes, each as a step, as `traceloom record` does: one of them as the graph step.
 
     Args:
-        execution: What is recorded.
+        runner: What is recorded.
         directory: Of the capture.
-        of: The run that is replayed, for the capture to name.
+        source_run: The run that is replayed, for the capture to name.
         force: Whether it may replace an earlier one.
-        begin: Waits for the other ranks before a pass.
+        wait_for_ranks: Waits for the other ranks before a pass.
 
     Raises:
         OutputError: `capture-exists`, `not-writable`.
     """
-    with traceloom.record(directory, steps=_RECORDED, force=force, memory=True, quiet=True, replay_of=of):
-        for _ in range(_WARM_RECORDED + _RECORDED + _AFTER_RECORDED):
-            execution.once(recorded=True, begin=begin)
+    with traceloom.record(
+        directory, steps=_RECORDED_PASSES, force=force, memory=True, quiet=True, replay_of=source_run
+    ):
+        for _ in range(_PASSES_BEFORE_RECORDED + _RECORDED_PASSES + _GRAPH_STEP_PASSES):
+            runner.run_pass(is_recording=True, wait_for_ranks=wait_for_ranks)
             traceloom.step()
 
 
 def run_passes(
-    execution: Execution,
+    runner: PlanRunner,
     options: RunOptions,
     *,
-    begin: Callable[[], None] | None = None,
-    agree: Callable[[bool], bool] = bool,
-    say: Callable[[str], None] = lambda _: None,
+    wait_for_ranks: Callable[[], None] | None = None,
+    agree_to_continue: Callable[[bool], bool] = bool,
+    report_progress: Callable[[str], None] = lambda _: None,
 ) -> RankReplayed:
     """Run a rank's plan until its time is known; passes with a timer around each op come in between.
 
     Args:
-        execution: The plan, run once.
+        runner: The plan, run once.
         options: How many.
-        begin: Waits for the other ranks before a pass.
-        agree: Whether any rank goes on, given whether this one does.
-        say: Told how far it is.
+        wait_for_ranks: Waits for the other ranks before a pass.
+        agree_to_continue: Whether any rank goes on, given whether this one does.
+        report_progress: Told how far it is.
     """
     import resource
 
-    walls: list[int] = []
-    processor: list[int] = []
+    wall_times_ns: list[int] = []
+    cpu_times_ns: list[int] = []
     times: list[pl.DataFrame] = []
     gc.collect()
     gc.disable()  # as it would fall into one pass or another
     try:
-        started, goes_on = time.monotonic(), True
-        for _ in range(_WARM_PASSES):
-            if agree(time.monotonic() - started < _WARM_S):
-                execution.once(begin=begin)
+        started, should_continue = time.monotonic(), True
+        for _ in range(_WARMUP_PASSES):
+            if agree_to_continue(time.monotonic() - started < _WARMUP_S):
+                runner.run_pass(wait_for_ranks=wait_for_ranks)
         started = time.monotonic()
-        while goes_on:
-            wall, cpu = execution.once(begin=begin)
-            walls.append(wall)
-            processor.append(cpu)
-            execution.once(timed=True, begin=begin)
-            times.append(execution.program.times())
-            say(f"pass {len(walls)}: {units.duration(wall)}")
-            enough = len(walls) >= options.iterations if options.iterations is not None else is_known(walls)
-            goes_on = agree(not enough and time.monotonic() - started < options.max_time_s)
+        while should_continue:
+            wall, cpu = runner.run_pass(wait_for_ranks=wait_for_ranks)
+            wall_times_ns.append(wall)
+            cpu_times_ns.append(cpu)
+            runner.run_pass(with_timer=True, wait_for_ranks=wait_for_ranks)
+            times.append(runner.program.times())
+            report_progress(f"pass {len(wall_times_ns)}: {units.format_duration(wall)}")
+            enough = (
+                len(wall_times_ns) >= options.iterations
+                if options.iterations is not None
+                else is_median_precise(wall_times_ns)
+            )
+            should_continue = agree_to_continue(not enough and time.monotonic() - started < options.max_time_s)
     finally:
         gc.enable()
     ops = (
@@ -482,37 +512,41 @@ def run_passes(
     )
     notices = []
     try:
-        on_gpu = device_times(execution, begin)
+        device_times = measure_device_times(runner, wait_for_ranks)
     except TraceloomError as error:
         text = f"how long the GPU worked for each op could not be measured: {error.message}"
-        notices.append(Notice("no-gpu-times", "warning", text, rank=execution.plan.rank))
-        on_gpu = GPU_TIMES.to_frame()
-    if options.iterations is None and not is_known(walls):
-        text = f"after {units.count_of(len(walls), 'pass')} the median time of a pass is not known to 2 %"
-        notices.append(Notice("median-unsure", "warning", text, rank=execution.plan.rank))
-    program = execution.program
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        notices.append(Notice("no-gpu-times", "warning", text, rank=runner.plan.rank))
+        device_times = GPU_TIMES.to_frame()
+    if options.iterations is None and not is_median_precise(wall_times_ns):
+        text = (
+            f"after {units.format_quantity(len(wall_times_ns), 'pass')} the median time of a pass is not known to 2 %"
+        )
+        notices.append(Notice("median-unsure", "warning", text, rank=runner.plan.rank))
+    program = runner.program
+    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return RankReplayed(
-        execution.plan.rank, tuple(walls), tuple(processor),
-        ops.join(on_gpu, on="op", how="left", maintain_order="left"), execution.peak_bytes(), resident,
-        _with_arguments(execution.plan, program.failures), _with_arguments(execution.plan, program.replaced),
-        execution.stand_ins, tuple(notices),
+        runner.plan.rank, tuple(wall_times_ns), tuple(cpu_times_ns),
+        ops.join(device_times, on="op", how="left", maintain_order="left"), runner.peak_bytes(), resident_bytes,
+        _build_op_messages(runner.plan, program.failures), _build_op_messages(runner.plan, program.replaced),
+        runner.stand_ins, tuple(notices),
     )  # fmt: skip
 
 
-def _with_arguments(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
+def _build_op_messages(plan: RankPlan, text_by_op: dict[int, str]) -> pl.DataFrame:
     """Ops about which there is something to say, and the arguments with which they were called."""
-    about = pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String})
+    messages = pl.DataFrame(
+        {"op": list(text_by_op), "text": list(text_by_op.values())}, schema={"op": pl.UInt32, "text": pl.String}
+    )
     return (
         plan.ops.select("op", "node", "name", "call")
-        .join(about, on="op", maintain_order="left")
+        .join(messages, on="op", maintain_order="left")
         .join(plan.calls.select("call", "arguments"), on="call", how="left", maintain_order="left")
         .with_columns(pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True))
         .select(*FAILURES)
     )
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """What else a time depends on."""
     import torch
 
@@ -527,5 +561,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "flush_denormal": device.type == "cpu",
-        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},
+        "variables": {
+            key: value for key, value in sorted(os.environ.items()) if key.startswith(_ENVIRONMENT_VARIABLE_PREFIXES)
+        },
     }

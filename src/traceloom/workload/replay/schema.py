@@ -81,14 +81,14 @@ class ValueType:
         """Every base within, lists and tuples themselves excepted."""
         if not self.inner:
             return frozenset((self.base,))
-        own = () if self.base in {"list", "tuple"} else (self.base,)
-        return frozenset(own).union(*(part.bases for part in self.inner))
+        own_bases = () if self.base in {"list", "tuple"} else (self.base,)
+        return frozenset(own_bases).union(*(part.bases for part in self.inner))
 
     @property
     def aliases(self) -> tuple[MemoryAlias, ...]:
         """Its own alias and those of what it holds."""
-        own = () if self.alias is None else (self.alias,)
-        return own + tuple(alias for part in self.inner for alias in part.aliases)
+        own_aliases = () if self.alias is None else (self.alias,)
+        return own_aliases + tuple(alias for part in self.inner for alias in part.aliases)
 
     @property
     def writes(self) -> bool:
@@ -194,16 +194,16 @@ class _Scanner:
 
     def schema(self) -> OperatorSchema:
         qualified = self.word()
-        namespace, colons, rest = qualified.partition("::")
-        if not colons or not rest:
+        namespace, colons, unqualified = qualified.partition("::")
+        if not colons or not unqualified:
             raise UnreadableSchemaError(f"expected NAMESPACE::NAME, got {qualified!r} in the schema {self.text!r}")
-        name, _, overload = rest.partition(".")
+        name, _, overload = unqualified.partition(".")
         arguments, varargs = self.arguments()
         self.need("->")
         returns = self.returns()
         if self.next:
             raise UnreadableSchemaError(f"expected the end, got {self.next!r} in the schema {self.text!r}")
-        mutates = tuple(at for at, argument in enumerate(arguments) if argument.type.writes)
+        mutates = tuple(index for index, argument in enumerate(arguments) if argument.type.writes)
         read = {name for argument in arguments for a in argument.type.aliases if not a.write for name in a.sets}
         shared = {name for value in returns for alias in value.type.aliases for name in alias.sets}
         is_view = bool(shared & read - {"*"})
@@ -261,8 +261,8 @@ class _Scanner:
             kind = ValueType("tuple", self.types())
         else:
             base = self.word()
-            holds = base in _HOLDERS and self.passes("(")
-            kind = ValueType(base, self.types() if holds else ())
+            is_holder = base in _HOLDERS and self.passes("(")
+            kind = ValueType(base, self.types() if is_holder else ())
         while True:
             if self.next == "(":
                 kind = ValueType(kind.base, kind.inner, kind.size, kind.optional, self.alias())
@@ -363,14 +363,14 @@ class Refusal(NamedTuple):
     text: str
 
 
-def refusal(schema: OperatorSchema, further: frozenset[str] = frozenset()) -> Refusal | None:
+def find_refusal(schema: OperatorSchema, extra_namespaces: frozenset[str] = frozenset()) -> Refusal | None:
     """Why an op must not be run; None where it may.
 
     Args:
         schema: The op.
-        further: Namespaces that the user allows besides `NAMESPACES`: those of modules that were imported at wish.
+        extra_namespaces: Namespaces that the user allows besides `NAMESPACES`: those of modules that were imported at wish.
     """
-    if schema.namespace not in NAMESPACES | further:
+    if schema.namespace not in NAMESPACES | extra_namespaces:
         text = f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them"
         return Refusal("custom-op", text)
     name = f"{schema.namespace}::{schema.name}"

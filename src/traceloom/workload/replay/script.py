@@ -19,13 +19,13 @@ from traceloom.errors import UsageError, nearest
 from traceloom.system import units
 from traceloom.workload.replay import contents
 from traceloom.workload.replay.plan import RUN, RankPlan, ReplayPlan
-from traceloom.workload.replay.rank_text import Functions, RankText
+from traceloom.workload.replay.rank_text import Functions, RankScript
 
 if TYPE_CHECKING:
     import torch
 
 
-def on_storage(
+def create_storage_view(
     tensor: torch.Tensor, dtype: torch.dtype, offset: int, shape: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
     """Another look at the memory of a tensor; offset and strides in elements."""
@@ -34,30 +34,32 @@ def on_storage(
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, strides)
 
 
-def stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]) -> list[Any]:
+def run_stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]) -> list[Any]:
     """Take the time of an op that cannot be run here, and give tensors of zeros for its own, each on its device."""
     import torch
 
     end = time.perf_counter_ns() + nanoseconds
-    made = [
+    outputs = [
         torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
         for shape, strides, dtype, device in tensors
     ]
     while time.perf_counter_ns() < end:
         pass
-    return made
+    return outputs
 
 
-def flat(values: Any) -> Iterator[Any]:
+def flatten_values(values: Any) -> Iterator[Any]:
     """What an op returns, lists within it taken apart."""
     if isinstance(values, (list, tuple)):
         for value in values:
-            yield from flat(value)
+            yield from flatten_values(value)
     else:
         yield values
 
 
-def as_recorded(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def ensure_recorded_shape(
+    tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     """The tensor, or zeros of the recorded shape where the contents led to another one."""
     import torch
 
@@ -66,7 +68,7 @@ def as_recorded(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[in
     return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).zero_()
 
 
-class Awaited(list[Any]):
+class PendingWorks(list[Any]):
     """What several collectives that are one started."""
 
     def wait(self) -> None:
@@ -75,7 +77,7 @@ class Awaited(list[Any]):
             work.wait()
 
 
-def timed(call: Callable[[], Any], runs: int, device: str) -> list[int]:
+def measure_runs(call: Callable[[], Any], runs: int, device: str) -> list[int]:
     """Nanoseconds of each run; of as many as half a second takes, 5 to 200, where `runs` is 0."""
     import torch
 
@@ -95,7 +97,7 @@ def timed(call: Callable[[], Any], runs: int, device: str) -> list[int]:
     return times
 
 
-def by_name(call: Callable[[], Any]) -> dict[str, float]:
+def measure_by_op(call: Callable[[], Any]) -> dict[str, float]:
     """Nanoseconds of the host, in one run, in each op that no other op called; of GPU work that is its launch."""
     import torch
 
@@ -108,24 +110,24 @@ def by_name(call: Callable[[], Any]) -> dict[str, float]:
     return times
 
 
-def compared(recorded: Mapping[str, tuple[int, int]], here: Mapping[str, float]) -> Iterator[str]:
+def compare_times(recorded: Mapping[str, tuple[int, int]], replayed: Mapping[str, float]) -> Iterator[str]:
     """What the calls of each op took together, recorded and here, as lines."""
     yield f"{'recorded':>13} {'here':>13} {'ratio':>7}  calls of (time of the host)"
     for name, (calls, nanoseconds) in recorded.items():
-        now = here.get(name)
+        now = replayed.get(name)
         ratio = f"{now / nanoseconds:7.2f}" if now is not None and nanoseconds else f"{'-':>7}"
-        shown = f"{now / 1e6:10.3f} ms" if now is not None else f"{'-':>13}"
-        yield f"{nanoseconds / 1e6:10.3f} ms {shown} {ratio}  {calls} {name}"
+        time_text = f"{now / 1e6:10.3f} ms" if now is not None else f"{'-':>13}"
+        yield f"{nanoseconds / 1e6:10.3f} ms {time_text} {ratio}  {calls} {name}"
 
 
-def summary(times: Sequence[int], recorded: int | None = None) -> str:
+def summarize_times(times: Sequence[int], recorded: int | None = None) -> str:
     """The median in words, beside what was recorded."""
     median = statistics.median(times)
-    beside = f"; recorded: {recorded / 1e6:.3f} ms, {median / recorded:.2f} times that" if recorded else ""
-    return f"median of {len(times)}: {median / 1e6:.3f} ms{beside}"
+    comparison = f"; recorded: {recorded / 1e6:.3f} ms, {median / recorded:.2f} times that" if recorded else ""
+    return f"median of {len(times)}: {median / 1e6:.3f} ms{comparison}"
 
 
-_SAYS_ONLY = ("#", '"""')  # scopes and times stand in comments and docstrings: ranks differ in these alone
+_COMMENT_PREFIXES = ("#", '"""')  # scopes and times stand in comments and docstrings: ranks differ in these alone
 _IMPORTS = """\
 from __future__ import annotations
 
@@ -190,41 +192,47 @@ if __name__ == "__main__":
 """
 
 
-def write_script(plan: ReplayPlan, *, seed: int = 0, further: frozenset[str] = frozenset()) -> str:
+def write_script(plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset[str] = frozenset()) -> str:
     """A plan as a Python file.
 
     Args:
         plan: Of all ranks, which then need `torchrun`; of fewer, the first runs alone, and recorded times stand in for
             communication.
         seed: Of the contents.
-        further: Namespaces of ops that are allowed besides PyTorch's own.
+        extra_namespaces: Namespaces of ops that are allowed besides PyTorch's own.
     """
     world = plan.world_size if len(plan.ranks) == plan.world_size else 1
     first = next(iter(plan))
     alike: dict[str, tuple[Functions, list[int]]] = {}
-    for of_rank in plan if world > 1 else [first]:
-        functions = Functions(RankText(of_rank, seed, further, alone=world == 1))
-        code = "\n".join(line for line in functions.write().splitlines() if not line.lstrip().startswith(_SAYS_ONLY))
-        alike.setdefault(code, (functions, []))[1].append(of_rank.rank)
+    for rank_plan in plan if world > 1 else [first]:
+        functions = Functions(RankScript(rank_plan, seed, extra_namespaces, alone=world == 1))
+        code = "\n".join(
+            line for line in functions.write().splitlines() if not line.lstrip().startswith(_COMMENT_PREFIXES)
+        )
+        alike.setdefault(code, (functions, []))[1].append(rank_plan.rank)
     parts = [functions.write() for functions, _ in alike.values()]
     measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
     measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
     if len(alike) > 1:  # what ranks do differs: each takes its own
         parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in alike.values()]
-        of_ranks = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
-        rows = [f"    {rank}: (outside_of_{of}, step_of_{of})," for rank, of in of_ranks]
+        rank_functions = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
+        rows = [f"    {rank}: (outside_of_{first_rank}, step_of_{first_rank})," for rank, first_rank in rank_functions]
         parts.append("\n".join(["# what each rank does", "FUNCTIONS = {", *rows, "}"]))
         measure = "    outside, step = FUNCTIONS[rank]\n" + measure
-    main = [_options(plan)]
+    main = [_format_options(plan)]
     if world > 1:
         main += [_JOIN, measure, f"    if rank == {first.rank}:\n    {_COMPARE}    dist.destroy_process_group()\n"]
     else:
         main += [measure, _COMPARE]
-    helpers = [contents.filled, on_storage, stand_in, flat, as_recorded,
-               Awaited]  # fmt: skip
-    always = [timed, by_name, compared, summary]
-    parts = [*_copies(helpers, parts), *_copies(always), *parts, "".join(main).rstrip()]
-    return _file(_about(plan, world, first), [f"DEVICE = {_device(first)!r}", *_numbers(plan, world, first)], parts)
+    helpers = [contents.generate_content, create_storage_view, run_stand_in, flatten_values, ensure_recorded_shape,
+               PendingWorks]  # fmt: skip
+    always = [measure_runs, measure_by_op, compare_times, summarize_times]
+    parts = [*_copy_sources(helpers, parts), *_copy_sources(always), *parts, "".join(main).rstrip()]
+    return _build_file(
+        _describe_plan(plan, world, first),
+        [f"DEVICE = {_find_device(first)!r}", *_format_constants(plan, world, first)],
+        parts,
+    )
 
 
 def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0) -> str:
@@ -239,34 +247,36 @@ def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0
     Raises:
         UsageError: slug `no-such-op`.
     """
-    of = next(iter(plan))
-    every = of.ops.filter(pl.col("action") == RUN)
-    ops = every if op is None else every.filter(pl.col("name") == op)
+    rank_plan = next(iter(plan))
+    run_ops = rank_plan.ops.filter(pl.col("action") == RUN)
+    ops = run_ops if op is None else run_ops.filter(pl.col("name") == op)
     if op is not None and not ops.height:
-        names = every["name"].unique().sort().to_list()
+        names = run_ops["name"].unique().sort().to_list()
         hint = nearest(op, names) + "the table of operators of `traceloom report` has their names"
         raise UsageError(f"no op of the plan is named `{op}`", slug="no-such-op", hint=hint)
-    text = RankText(of, seed, frozenset(), alone=True)
-    cases = distinct_calls(of, ops).sort("each_ns", "op", descending=[True, False], nulls_last=True)
+    text = RankScript(rank_plan, seed, frozenset(), alone=True)
+    cases = find_distinct_calls(rank_plan, ops).sort("each_ns", "op", descending=[True, False], nulls_last=True)
     parts: list[str] = []
-    for row, calls, each in cases.select("op", "calls", "each_ns").iter_rows():
+    for row, calls, median_ns in cases.select("op", "calls", "each_ns").iter_rows():
         if len(parts) == slowest:
             break
         first = text.ops[row]
-        took = "" if each is None else f", recorded: {units.duration(round(each))} each"
-        about = f"{first['name']}: {units.count_of(calls, 'call')}{took}"
-        if (case := text.case(len(parts) + 1, first, about)) is not None:
+        took = "" if median_ns is None else f", recorded: {units.format_duration(round(median_ns))} each"
+        description = f"{first['name']}: {units.format_quantity(calls, 'call')}{took}"
+        if (case := text.case(len(parts) + 1, first, description)) is not None:
             parts.append(case)
-    chosen = ", ".join(f"case_{k + 1}" for k in range(len(parts)))
-    copies = _copies([contents.filled, on_storage], parts)
-    copies += _copies([timed, summary])
-    main = (_options(plan) + _MEASURE_CASES).rstrip()
-    head = [f"The slowest ops of {plan.source}, each timed on its own.", *_versions(plan),
+    case_names = ", ".join(f"case_{k + 1}" for k in range(len(parts)))
+    copies = _copy_sources([contents.generate_content, create_storage_view], parts)
+    copies += _copy_sources([measure_runs, summarize_times])
+    main = (_format_options(plan) + _MEASURE_CASES).rstrip()
+    head = [f"The slowest ops of {plan.source}, each timed on its own.", *_describe_versions(plan),
              "", "    python FILE [--runs N] [--device cuda]"]  # fmt: skip
-    return _file(head, [f"DEVICE = {_device(of)!r}"], [*copies, *parts, f"CASES = [{chosen}]", main])
+    return _build_file(
+        head, [f"DEVICE = {_find_device(rank_plan)!r}"], [*copies, *parts, f"CASES = [{case_names}]", main]
+    )
 
 
-def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
+def find_distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
     """Ops by call and by shapes, strides and types of what they take.
 
     Args:
@@ -279,32 +289,32 @@ def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
     inputs = ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor")
     geometry = pl.struct("shape", "strides", "dtype").alias("geometries")
     geometries = inputs.join(plan.tensors.select("tensor", geometry), on="tensor", how="left")
-    by_op = geometries.group_by("op", maintain_order=True).agg("geometries")
+    op_geometries = geometries.group_by("op", maintain_order=True).agg("geometries")
     return (
         ops.select("op", "call", pl.col("durations_ns").list.median().alias("each_ns"))
-        .join(by_op, on="op", how="left", maintain_order="left")
+        .join(op_geometries, on="op", how="left", maintain_order="left")
         .group_by("call", "geometries", maintain_order=True)
         .agg(pl.first("op"), pl.len().alias("calls"), pl.median("each_ns"))
         .drop("call", "geometries")
     )
 
 
-def _options(plan: ReplayPlan) -> str:
+def _format_options(plan: ReplayPlan) -> str:
     """The beginning of `main`."""
     threads = f"    torch.set_num_threads({plan.threads})\n" if plan.threads else ""
     return f"def main() -> None:\n{_OPTIONS}{threads}"
 
 
-def _file(about: Sequence[str], numbers: Sequence[str], parts: Iterable[str]) -> str:
-    comment = "\n".join("# " + ascii(line)[1:-1] if line else "#" for line in about)
+def _build_file(header: Sequence[str], numbers: Sequence[str], parts: Iterable[str]) -> str:
+    comment = "\n".join("# " + ascii(line)[1:-1] if line else "#" for line in header)
     return "\n\n\n".join([f"{comment}\n\n{_IMPORTS}" + "\n".join(numbers), *parts]) + _RUN
 
 
-def _about(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
+def _describe_plan(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     which = "" if plan.world_size == 1 else f", {world} ranks" if world > 1 else f", rank {first.rank} alone"
     return [
         f"A workload that was recorded, as a script that needs torch alone: {plan.source}{which}.",
-        *_versions(plan),
+        *_describe_versions(plan),
         "",
         f"    {f'torchrun --nproc-per-node {world}' if world > 1 else 'python'} FILE [--runs N] [--device cuda]",
         "",
@@ -312,24 +322,24 @@ def _about(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     ]
 
 
-def _versions(plan: ReplayPlan) -> list[str]:
+def _describe_versions(plan: ReplayPlan) -> list[str]:
     return [f"Recorded with torch {plan.torch or '(unknown)'}; written by traceloom {__version__}."]
 
 
-def _device(plan: RankPlan) -> str:
+def _find_device(plan: RankPlan) -> str:
     """The kind of device that most storages of an accelerator are on; cpu where there is none."""
     kinds = Counter(device.partition(":")[0] for device in plan.storages["device"])
     return next((kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu")
 
 
-def _numbers(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
+def _format_constants(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
     """The numbers of the original, and the process groups."""
     step = first.steps["duration_ns"].median()
-    each = pl.col("durations_ns").list.median()
+    median_ns = pl.col("durations_ns").list.median()
     recorded = (
-        first.ops.filter(each.is_not_null())
+        first.ops.filter(median_ns.is_not_null())
         .group_by("name")
-        .agg(pl.len().alias("calls"), each.sum().round().cast(pl.Int64).alias("ns"))
+        .agg(pl.len().alias("calls"), median_ns.sum().round().cast(pl.Int64).alias("ns"))
         .sort("ns", "name", descending=[True, False])
     )
     lines = [
@@ -340,13 +350,13 @@ def _numbers(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
         "}",
     ]
     if world > 1:
-        of = plan.groups.select("name", "ranks").iter_rows()
-        groups = [f"    {name!a}: {ranks or list(range(world))}," for name, ranks in of]
+        group_rows = plan.groups.select("name", "ranks").iter_rows()
+        groups = [f"    {name!a}: {ranks or list(range(world))}," for name, ranks in group_rows]
         lines += [f"WORLD = {world}  # processes", "GROUPS = {", *groups, "}", "group: dict[str, Any] = {}"]
     return lines
 
 
-def _copies(parts: Sequence[Any], within: Sequence[str] | None = None) -> list[str]:
+def _copy_sources(parts: Sequence[Any], within: Sequence[str] | None = None) -> list[str]:
     """The sources of functions, without the import that a script has at its top; only of those that stand in texts."""
     return [
         inspect.getsource(part).replace("    import torch\n\n", "").rstrip()

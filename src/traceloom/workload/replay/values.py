@@ -11,14 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from traceloom.workload.replay.plan import ITEM_BYTES
-from traceloom.workload.replay.schema import OperatorSchema, Refusal, ValueType, parse_schema, refusal
+from traceloom.workload.replay.schema import OperatorSchema, Refusal, ValueType, find_refusal, parse_schema
 
-CUT_AT = 4096  # elements of a list that PyTorch writes; it says so by writing one more
+MAX_LIST_LENGTH = 4096  # elements of a list that PyTorch writes; it says so by writing one more
 ROUNDED = "rounded-number"
 CUT = "cut-list"
 UNKNOWN = "unknown-object"
 GUESSED = "guessed-number"
-_MOST = 1 << 50  # elements
+_MAX_ELEMENTS = 1 << 50  # elements
 NO_TENSOR = ""  # a tensor that is not there (nullptr)
 _WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
 
@@ -107,7 +107,7 @@ Kind = str | tuple[Any, ...] | None
 
 
 @lru_cache(maxsize=65536)
-def kinds_of(types: str | None) -> tuple[Kind, ...]:
+def parse_kinds(types: str | None) -> tuple[Kind, ...]:
     """Which of the values are tensors: from the text of `input_types` or `output_types`.
 
     Example:
@@ -118,10 +118,10 @@ def kinds_of(types: str | None) -> tuple[Kind, ...]:
         texts = msgspec.json.decode(types or "[]", type=list)
     except msgspec.DecodeError:
         return ()
-    return tuple(_kind(str(text)) for text in texts)
+    return tuple(_parse_kind(str(text)) for text in texts)
 
 
-def _kind(text: str) -> Kind:
+def _parse_kind(text: str) -> Kind:
     """The kind of one value, lists within lists included."""
     open_lists: list[list[Kind]] = [[]]
     for word in _WORD.findall(text):
@@ -133,11 +133,11 @@ def _kind(text: str) -> Kind:
         elif word == "]":
             if len(open_lists) == 1:
                 return None
-            whole = tuple(open_lists.pop())
-            open_lists[-1].append(whole)
+            closed_list = tuple(open_lists.pop())
+            open_lists[-1].append(closed_list)
         elif word.startswith("Tensor("):
-            of = word[7:-1]
-            open_lists[-1].append(NO_TENSOR if of.startswith("nullptr") else DTYPES.get(of, of))
+            dtype_name = word[7:-1]
+            open_lists[-1].append(NO_TENSOR if dtype_name.startswith("nullptr") else DTYPES.get(dtype_name, dtype_name))
         elif word != ",":
             open_lists[-1].append(None)
     return open_lists[0][0] if open_lists[0] else None
@@ -147,7 +147,7 @@ def _kind(text: str) -> Kind:
 Layout = tuple[tuple[int, "RecordedGeometry | Layout"], ...]
 
 
-def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
+def build_layout(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
     """The tensors among values that are recorded so.
 
     Args:
@@ -159,49 +159,53 @@ def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
         TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a damaged file.
     """
     out: list[tuple[int, RecordedGeometry | Layout]] = []
-    for at, kind in enumerate(kinds):
-        steps = strides[at] if kind and isinstance(strides, list) else None
+    for index, kind in enumerate(kinds):
+        steps = strides[index] if kind and isinstance(strides, list) else None
         if isinstance(kind, tuple):
-            if count_of(kind):
-                out.append((at, layout_of(kind, shapes[at], steps)))
+            if count_tensors(kind):
+                out.append((index, build_layout(kind, shapes[index], steps)))
         elif kind:
-            out.append((at, _geometry(tuple(shapes[at]), tuple(steps) if isinstance(steps, list) else None, kind)))
+            out.append(
+                (index, _check_geometry(tuple(shapes[index]), tuple(steps) if isinstance(steps, list) else None, kind))
+            )
     return tuple(out)
 
 
 @lru_cache(maxsize=65536)
-def _geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> RecordedGeometry:
+def _check_geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> RecordedGeometry:
     """Shape, strides and type as a file has them, checked.
 
     Raises:
         ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger than any memory.
     """
-    shape = _lengths(shape)
-    steps = None if strides is None else _lengths(strides)
+    shape = _check_lengths(shape)
+    steps = None if strides is None else _check_lengths(strides)
     if steps is not None and len(steps) != len(shape):
         steps = None
-    spans = ((length - 1) * step for length, step in zip(shape, steps or contiguous(shape), strict=True))
+    spans = (
+        (length - 1) * step for length, step in zip(shape, steps or compute_contiguous_strides(shape), strict=True)
+    )
     span = 0 if 0 in shape else sum(spans) + 1
-    if span > _MOST:
+    if span > _MAX_ELEMENTS:
         raise ValueError("a tensor is larger than any memory")
     return RecordedGeometry(shape, steps, dtype, span)
 
 
-def storages_of(values: Any, layout: Layout) -> list[int]:
+def list_storages(values: Any, layout: Layout) -> list[int]:
     """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
     out: list[int] = []
     try:
-        for at, part in layout:
+        for index, part in layout:
             if part.__class__ is tuple:
-                out += storages_of(values[at], part)
-            elif (storage := values[at][1]).__class__ is int and -_MOST < storage < _MOST:
+                out += list_storages(values[index], part)
+            elif (storage := values[index][1]).__class__ is int and -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
                 out.append(storage)
     except (TypeError, IndexError, KeyError):  # values are not what their types say
         return []
     return out
 
 
-def tensors_of(values: Any, layout: Layout) -> list[RecordedTensor]:
+def list_tensors(values: Any, layout: Layout) -> list[RecordedTensor]:
     """All tensors among recorded values, those in lists too, in order.
 
     Args:
@@ -212,21 +216,21 @@ def tensors_of(values: Any, layout: Layout) -> list[RecordedTensor]:
         TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a damaged file.
     """
     out: list[RecordedTensor] = []
-    for at, geometry in layout:
-        value = values[at]
+    for index, geometry in layout:
+        value = values[index]
         if isinstance(geometry, tuple):
-            out += tensors_of(value, geometry)
+            out += list_tensors(value, geometry)
             continue
         number, storage, offset, elements, item_bytes, device = value if len(value) == 6 else (*value, "")
         if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
             raise TypeError("a tensor's numbers are no whole numbers")
-        if not -_MOST < storage < _MOST:
+        if not -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
             raise ValueError("a storage has a number that is none")
         is_symbolic = elements > 1 and not geometry.shape  # a symbolic shape is not written
-        part = _geometry((elements,), None, geometry.dtype) if is_symbolic else geometry
+        part = _check_geometry((elements,), None, geometry.dtype) if is_symbolic else geometry
         item_bytes = int(item_bytes)
         end = part.span and part.span + offset
-        if not 0 <= offset < _MOST or end > _MOST:
+        if not 0 <= offset < _MAX_ELEMENTS or end > _MAX_ELEMENTS:
             raise ValueError("a tensor is larger than any memory")
         numbers = number, storage, storage or -number, offset, elements, item_bytes
         # Its own `__new__`, a function of Python, would take three times as long.
@@ -234,15 +238,15 @@ def tensors_of(values: Any, layout: Layout) -> list[RecordedTensor]:
     return out
 
 
-def _lengths(values: tuple[int, ...]) -> tuple[int, ...]:
-    whole = tuple(int(value) for value in values)
-    if whole != values or any(not 0 <= value < _MOST for value in whole):
+def _check_lengths(values: tuple[int, ...]) -> tuple[int, ...]:
+    integers = tuple(int(value) for value in values)
+    if integers != values or any(not 0 <= value < _MAX_ELEMENTS for value in integers):
         raise ValueError("a length is no whole number")
-    return whole
+    return integers
 
 
 @lru_cache(maxsize=65536)
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor whose last dimension is next to each other in memory."""
     strides, step = [], 1
     for length in reversed(shape):
@@ -252,37 +256,37 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def unknown_type(types: str | None) -> str | None:
+def find_unknown_type(types: str | None) -> str | None:
     """The first type of a tensor among values that PyTorch does not have."""
-    return next((kind for kind in _leaves(kinds_of(types)) if kind and kind not in ITEM_BYTES), None)
+    return next((kind for kind in _flatten_kinds(parse_kinds(types)) if kind and kind not in ITEM_BYTES), None)
 
 
 @lru_cache(maxsize=65536)
-def slots_of(types: str | None) -> tuple[bool, ...]:
+def find_tensor_slots(types: str | None) -> tuple[bool, ...]:
     """Of returned values, lists within lists included, in order: whether each is a tensor."""
-    return tuple(map(bool, _leaves(kinds_of(types))))
+    return tuple(map(bool, _flatten_kinds(parse_kinds(types))))
 
 
-def _leaves(kinds: tuple[Kind, ...]) -> Iterator[str | None]:
+def _flatten_kinds(kinds: tuple[Kind, ...]) -> Iterator[str | None]:
     for kind in kinds:
         if isinstance(kind, tuple):
-            yield from _leaves(kind)
+            yield from _flatten_kinds(kind)
         else:
             yield kind
 
 
-def count_of(kind: Kind) -> int:
+def count_tensors(kind: Kind) -> int:
     """How many tensors a value is made of."""
-    return sum(map(bool, _leaves((kind,))))
+    return sum(map(bool, _flatten_kinds((kind,))))
 
 
-def observed_numbers(types: str | None) -> list[int]:
+def list_observed_numbers(types: str | None) -> list[int]:
     """The numbers that PyTorch's observer gives to the tensors of a node: it counts those that are not there, too."""
-    tensors = (kind for kind in _leaves(kinds_of(types)) if kind is not None)
+    tensors = (kind for kind in _flatten_kinds(parse_kinds(types)) if kind is not None)
     return [number for number, kind in enumerate(tensors) if kind]
 
 
-def arguments_of(
+def encode_arguments(
     values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema, numbers: Mapping[str, float]
 ) -> tuple[bytes, list[str]]:
     """The arguments of a call as JSON (see `traceloom.workload.replay.plan`), and what of them is not what ran.
@@ -303,7 +307,7 @@ def arguments_of(
             typed.append(numbers[argument.name])
             flags.append(GUESSED)
             continue
-        typed.append(_typed(value, kind, argument.type, counter, flags))
+        typed.append(_convert_value(value, kind, argument.type, counter, flags))
         if value == 0 and kind is None and isinstance(value, float) and argument.default != 0:
             # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides by nothing.
             if argument.name in {"eps", "epsilon"}:
@@ -312,22 +316,25 @@ def arguments_of(
     return encode(typed), flags
 
 
-def _typed(value: Any, kind: Kind, of: ValueType, counter: list[int], flags: list[str]) -> Any:
+def _convert_value(value: Any, kind: Kind, value_type: ValueType, counter: list[int], flags: list[str]) -> Any:
     if kind == NO_TENSOR:
         return None
     if isinstance(kind, str):
         counter[0] += 1
         return {"tensor": counter[0] - 1}
-    inner = of.inner[0] if of.base == "list" else of
+    inner = value_type.inner[0] if value_type.base == "list" else value_type
     if isinstance(value, list):
-        if len(value) > CUT_AT:
+        if len(value) > MAX_LIST_LENGTH:
             flags.append(CUT)
         parts = kind if isinstance(kind, tuple) else (None,) * len(value)
-        return [_typed(part, part_kind, inner, counter, flags) for part, part_kind in zip(value, parts, strict=False)]
-    return _plain(value, inner.base, flags)
+        return [
+            _convert_value(part, part_kind, inner, counter, flags)
+            for part, part_kind in zip(value, parts, strict=False)
+        ]
+    return _convert_scalar(value, inner.base, flags)
 
 
-def _plain(value: Any, base: str, flags: list[str]) -> Any:
+def _convert_scalar(value: Any, base: str, flags: list[str]) -> Any:
     """A value that is neither a tensor nor a list, by the type that the schema declares."""
     if value is None or value == "<None>":
         return None
@@ -379,19 +386,19 @@ class OpKind(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def op_kind(text: str, types: str | None, output_types: str | None) -> OpKind:
+def build_op_kind(text: str, types: str | None, output_types: str | None) -> OpKind:
     """What an op's schema and the types of its values say.
 
     Raises:
         UnreadableSchemaError: The text is no schema.
     """
-    schema, kinds = parse_schema(text), kinds_of(types)
+    schema, kinds = parse_schema(text), parse_kinds(types)
     return OpKind(
         schema,
-        refusal(schema),
+        find_refusal(schema),
         any(argument.name in NUMBERS for argument in schema.arguments),
-        unknown_type(types) or unknown_type(output_types),
+        find_unknown_type(types) or find_unknown_type(output_types),
         kinds,
         tuple(not isinstance(kind, str) for kind in kinds),
-        slots_of(output_types),
+        find_tensor_slots(output_types),
     )

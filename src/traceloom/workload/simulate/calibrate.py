@@ -16,13 +16,13 @@ import numpy as np
 import polars as pl
 
 from traceloom import __version__
-from traceloom.analyze.bandwidth import bus_factor, link_of
+from traceloom.analyze.bandwidth import compute_bus_factor, find_device_link
 from traceloom.analyze.matched_collectives import match_collectives
-from traceloom.analyze.placed_calls import Peak, peaks
+from traceloom.analyze.placed_calls import Peak, find_peaks
 from traceloom.analyze.rank_summary import rank_part
 from traceloom.errors import InputError
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.workload.simulate.machine import Collective, Dimension, Machine, MeasuredTransfer
@@ -30,21 +30,21 @@ from traceloom.workload.simulate.machine import Collective, Dimension, Machine, 
 LATENCY_BOUND = 1 << 16
 """Bytes: of a single size below this the latency is fitted, of one above it the bandwidth."""
 
-APART = 2.0
+MIN_SIZE_RATIO = 2.0
 """Sizes within this factor of each other are one: a line through them would tell no latency."""
 
-FITS = 0.05
+FIT_TOLERANCE = 0.05
 """A line covers sizes whose usual time it misses by no more than this part, or by what their scatter explains."""
 
-FEWEST_SIZES = 3
+MIN_SIZES = 3
 """Distinct sizes of a range with a line of its own."""
 
-_MOST_SIZES = 64
+_MAX_SIZES = 64
 _FLOOR = 0.02  # of the time: below this a smaller deviation makes no size count more
 _HUBER = 1.5  # deviations beyond which a size counts less
-_TURNS = 20
-_LIMIT = 5.0  # deviations that one size adds to those of a line at most
-_EXCEPTIONS = 0.2  # of the sizes: so many a line may miss
+_ITERATIONS = 20
+_MAX_DEVIATIONS = 5.0  # deviations that one size adds to those of a line at most
+_MAX_MISSED_SHARE = 0.2  # of the sizes: so many a line may miss
 
 
 class LinearFit(NamedTuple):
@@ -73,7 +73,7 @@ class _Sizes(NamedTuple):
     deviation: Floats
 
 
-def fits(size: Floats, time: Floats, error: Floats | None = None) -> Iterator[tuple[Ints, LinearFit]]:
+def fit_lines(size: Floats, time: Floats, error: Floats | None = None) -> Iterator[tuple[Ints, LinearFit]]:
     """Fit as many lines as the times need, each to a range of sizes; the ranges follow each other.
 
     Robust: of each size only the middle half of its times counts, and a size far off its line counts less.
@@ -87,61 +87,66 @@ def fits(size: Floats, time: Floats, error: Floats | None = None) -> Iterator[tu
         The samples of a range, as places in the arguments, and their line.
     """
     number = np.unique(size, return_inverse=True)[1]
-    if number.size and number.max() >= _MOST_SIZES:  # of uneven sizes those within a few per cent are one
+    if number.size and number.max() >= _MAX_SIZES:  # of uneven sizes those within a few per cent are one
         number = np.unique(np.rint(np.log2(np.maximum(size, 1)) * 8), return_inverse=True)[1]
     count = np.bincount(number)
     order = np.lexsort((time, number))
-    turn = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
+    time_rank = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
     quarter = np.repeat(count // 4, count)
-    inner = order[(turn >= quarter) & (turn < np.repeat(count, count) - quarter)]
-    usual = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
-    off = np.abs(time / usual[number] - 1)
+    inner = order[(time_rank >= quarter) & (time_rank < np.repeat(count, count) - quarter)]
+    typical = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
+    off = np.abs(time / typical[number] - 1)
     several = count[number] > 1
     # medians of few deviations are too small, since their centre was fitted to them
     scatter = (
         1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several])) if several.any() else 0.0
     )
     deviation = 1.1 * scatter / np.sqrt(count) if error is None else np.bincount(number, error) / count
-    sizes = _Sizes(np.bincount(number, size) / count, usual, np.maximum(deviation, _FLOOR))
-    for low, high in _ranges(sizes, 0, count.size):
-        yield np.flatnonzero((number >= low) & (number < high)), _line(sizes, low, high)
+    sizes = _Sizes(np.bincount(number, size) / count, typical, np.maximum(deviation, _FLOOR))
+    for low, high in _split_ranges(sizes, 0, count.size):
+        yield np.flatnonzero((number >= low) & (number < high)), _fit_line(sizes, low, high)
 
 
-def _ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int]]:
+def _split_ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int]]:
     """Ranges of sizes that one line each covers."""
-    cost, covered = _cost(sizes, low, high)
-    breaks = range(low + FEWEST_SIZES, high - FEWEST_SIZES + 1)
+    cost, covered = _compute_cost(sizes, low, high)
+    breaks = range(low + MIN_SIZES, high - MIN_SIZES + 1)
     if not covered and breaks:
-        costs = [_cost(sizes, low, at)[0] + _cost(sizes, at, high)[0] for at in breaks]
+        costs = [
+            _compute_cost(sizes, low, break_index)[0] + _compute_cost(sizes, break_index, high)[0]
+            for break_index in breaks
+        ]
         best = int(np.argmin(costs))
         if costs[best] < cost / 2:  # else no break is better than chance
-            yield from _ranges(sizes, low, breaks[best])
-            yield from _ranges(sizes, breaks[best], high)
+            yield from _split_ranges(sizes, low, breaks[best])
+            yield from _split_ranges(sizes, breaks[best], high)
             return
     yield low, high
 
 
-def _cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
+def _compute_cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
     """Squared deviations of some sizes from their line, single ones limited, and whether it covers them."""
     part = _Sizes(*(values[low:high] for values in sizes))
-    missed = np.abs(part.time / _line(sizes, low, high).times(part.size) - 1)
-    far = missed > np.maximum(FITS, 3 * part.deviation)
-    return float((np.minimum(missed / part.deviation, _LIMIT) ** 2).sum()), bool(far.mean() <= _EXCEPTIONS)
+    missed = np.abs(part.time / _fit_line(sizes, low, high).times(part.size) - 1)
+    is_missed = missed > np.maximum(FIT_TOLERANCE, 3 * part.deviation)
+    return float((np.minimum(missed / part.deviation, _MAX_DEVIATIONS) ** 2).sum()), bool(
+        is_missed.mean() <= _MAX_MISSED_SHARE
+    )
 
 
-def _line(sizes: _Sizes, low: int, high: int) -> LinearFit:
+def _fit_line(sizes: _Sizes, low: int, high: int) -> LinearFit:
     """The line through some sizes, by least squares of the relative deviations; latency and time per byte are >= 0."""
     size, time, deviation = (values[low:high] for values in sizes)
-    if size[-1] < APART * size[0] or not size[-1]:
-        usual = float(np.median(time))
+    if size[-1] < MIN_SIZE_RATIO * size[0] or not size[-1]:
+        typical = float(np.median(time))
         if size[-1] < LATENCY_BOUND:
-            return LinearFit("latency", usual, 0.0)
+            return LinearFit("latency", typical, 0.0)
         return LinearFit("bandwidth", 0.0, float(np.median(time / size)))
     constant, linear = 1 / time, size / time
     base = 1 / deviation**2
     weight = base
     alpha = slope = 0.0
-    for _ in range(_TURNS):
+    for _ in range(_ITERATIONS):
         a, b, c = ((weight * product).sum() for product in (constant**2, constant * linear, linear**2))
         u, v = ((weight * column).sum() for column in (constant, linear))
         determinant = a * c - b * b
@@ -152,13 +157,13 @@ def _line(sizes: _Sizes, low: int, high: int) -> LinearFit:
             alpha, slope = u / a, 0.0
         off = np.abs(constant * alpha + linear * slope - 1) / deviation
         weight = base * np.minimum(1.0, _HUBER / np.maximum(off, 1e-12))
-    form = "line" if alpha > 0 and slope > 0 else "latency" if slope <= 0 else "bandwidth"
-    return LinearFit(form, float(alpha), float(slope))
+    line_form = "line" if alpha > 0 and slope > 0 else "latency" if slope <= 0 else "bandwidth"
+    return LinearFit(line_form, float(alpha), float(slope))
 
 
 _TEXTS = dict.fromkeys(("collective", "span"), pl.String())
-SAMPLES = schema("run collective span ranks size_bytes bus_bytes transfer_ns whole", {"run": pl.Int64, **_TEXTS})
-TRANSFERS = schema(
+SAMPLES = build_schema("run collective span ranks size_bytes bus_bytes transfer_ns whole", {"run": pl.Int64, **_TEXTS})
+TRANSFERS = build_schema(
     "collective span ranks from_bytes to_bytes size_count count form alpha_ns bandwidth",
     "residual_p10 residual_p50 residual_p90 whole",
     {**_TEXTS, "form": pl.String},
@@ -166,7 +171,7 @@ TRANSFERS = schema(
 )
 CLASS = ("collective", "span", "ranks")
 """What has a fit of its own."""
-_LEAST = 1e-6  # 10^9 B/s, of a run of barriers
+_MIN_BANDWIDTH = 1e-6  # 10^9 B/s, of a run of barriers
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring, times (ranks - 1)
 
 
@@ -182,11 +187,11 @@ def fit_transfers(samples: pl.DataFrame, through: pl.DataFrame | None = None) ->
     points = samples if through is None else through
     points_of = dict(points.group_by(CLASS))
     for key, part in samples.sort(*CLASS).group_by(CLASS, maintain_order=True):
-        rows += _fitted(key, part, points_of[key])
+        rows += _fit_rows(key, part, points_of[key])
     return pl.DataFrame(rows, schema=TRANSFERS, orient="row")
 
 
-def measured_transfers(transfers: pl.DataFrame) -> tuple[MeasuredTransfer, ...]:
+def build_measured_transfers(transfers: pl.DataFrame) -> tuple[MeasuredTransfer, ...]:
     """The fits as a machine has them, rounded to what they are worth."""
     fields = [name for name in transfers.columns if name not in ("size_count", "form", "whole")]
     rounded = transfers.select(fields).with_columns(
@@ -195,7 +200,7 @@ def measured_transfers(transfers: pl.DataFrame) -> tuple[MeasuredTransfer, ...]:
     return tuple(MeasuredTransfer(**row) for row in rounded.to_dicts())
 
 
-def network_of(
+def build_network(
     ranks: int, per_host: int, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None = None
 ) -> tuple[tuple[Dimension, ...], list[Notice]]:
     """The dimensions inside and between hosts, as good as the best of their transfers, and what had to be assumed.
@@ -212,7 +217,7 @@ def network_of(
     for span, members in spans:
         if members == 1 < ranks:
             continue
-        bandwidth, latency, assumed = _link(span, transfers, samples, device)
+        bandwidth, latency, assumed = _estimate_link(span, transfers, samples, device)
         dimensions.append(Dimension("switch", members, bandwidth, latency, name=span))
         if assumed:
             text = f"no transfer {span} hosts tells a bandwidth: {assumed}"
@@ -220,27 +225,29 @@ def network_of(
     return tuple(dimensions), notices
 
 
-def _fitted(key: tuple[object, ...], part: pl.DataFrame, points: pl.DataFrame) -> list[tuple[object, ...]]:
+def _fit_rows(key: tuple[object, ...], part: pl.DataFrame, points: pl.DataFrame) -> list[tuple[object, ...]]:
     """Rows of `TRANSFERS` of one kind, span and group size; their ranges of sizes leave no gap."""
     columns = ("size_bytes", "bus_bytes", "transfer_ns")
     size, bus, time = (part[name].cast(pl.Float64).to_numpy() for name in columns)
     at_size, at_bus, at_time = (points[name].cast(pl.Float64).to_numpy() for name in columns)
-    ranges = list(fits(at_bus, at_time, points["error"].to_numpy() if "error" in points.columns else None))
-    begins = [int(at_size[at].min()) for at, _ in ranges]
-    ends = [*(begin - 1 for begin in begins[1:]), int(at_size.max())]
+    ranges = list(fit_lines(at_bus, at_time, points["error"].to_numpy() if "error" in points.columns else None))
+    range_starts = [int(at_size[positions].min()) for positions, _ in ranges]
+    range_ends = [*(start - 1 for start in range_starts[1:]), int(at_size.max())]
     rows = []
-    for (_, line), begin, until in zip(ranges, begins, ends, strict=True):
-        inside = (size >= begin) & (size <= until)
-        off = np.quantile(time[inside] / line.times(bus[inside]) - 1, (0.1, 0.5, 0.9)).tolist()
+    for (_, line), start, until in zip(ranges, range_starts, range_ends, strict=True):
+        in_range = (size >= start) & (size <= until)
+        off = np.quantile(time[in_range] / line.times(bus[in_range]) - 1, (0.1, 0.5, 0.9)).tolist()
         bandwidth = 1 / line.ns_per_byte if line.ns_per_byte else None  # bytes per ns are 10^9 bytes per second
         rows.append(
-            (*key, begin, until, np.unique(size[inside]).size, int(inside.sum()), line.form, line.alpha_ns, bandwidth,
+            (*key, start, until, np.unique(size[in_range]).size, int(in_range.sum()), line.form, line.alpha_ns, bandwidth,
              *off, bool(part["whole"].all()))
         )  # fmt: skip
     return rows
 
 
-def _link(span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None) -> tuple[float, float, str]:
+def _estimate_link(
+    span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None
+) -> tuple[float, float, str]:
     """Bandwidth (10^9 B/s) and latency (ns) of the links of a span, and what is assumed where nothing tells them.
 
     The best bandwidth on the bus of any kind, and the least latency of a step of a ring.
@@ -251,12 +258,12 @@ def _link(span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str
     latency = measured.select((pl.col("alpha_ns") / steps).min()).item() or 0.0
     best = measured["bandwidth"].max()
     if best is not None:
-        return round(float(best), 3) or _LEAST, round(latency), ""  # type: ignore[arg-type]
-    link = link_of(device) if span == "inside" else None
+        return round(float(best), 3) or _MIN_BANDWIDTH, round(latency), ""  # type: ignore[arg-type]
+    link = find_device_link(device) if span == "inside" else None
     if link is not None:
         return link.peak_gb_per_s, round(latency), f"that of {link.name} is taken"
     reached = samples.select((pl.col("bus_bytes") / pl.col("transfer_ns")).max()).item()
-    return max(round(reached, 3), _LEAST), round(latency), "the highest rate of any collective is taken"
+    return max(round(reached, 3), _MIN_BANDWIDTH), round(latency), "the highest rate of any collective is taken"
 
 
 _PAIRS = ("send", "recv", "receive", "send_recv")
@@ -295,10 +302,12 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
     Raises:
         InputError: slug `nothing-to-calibrate`: no collective whose kind, size, group and hosts are known.
     """
-    hosts = [_hosts(run, ranks_per_host) for run in runs]
-    all_calls = pl.concat([_calls(run).with_columns(run=pl.lit(number, pl.Int64)) for number, run in enumerate(runs)])
+    hosts = [_find_hosts(run, ranks_per_host) for run in runs]
+    all_calls = pl.concat(
+        [_collect_calls(run).with_columns(run=pl.lit(number, pl.Int64)) for number, run in enumerate(runs)]
+    )
     members = all_calls.select("run", "members").unique(maintain_order=True)
-    spans = [None if ranks is None else _span(ranks, hosts[run]) for run, ranks in members.rows()]
+    spans = [None if ranks is None else _classify_span(ranks, hosts[run]) for run, ranks in members.rows()]
     placed = all_calls.join(
         members.with_columns(pl.Series("span", spans, pl.String)), on=["run", "members"], nulls_equal=True,
         how="left", maintain_order="left",
@@ -334,11 +343,11 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
             "quickest count, and what all of them waited is part of their latency"
         )
         notices.append(Notice("ranks-missing", "warning", text, int(partial["count"].sum())))
-    machine, more = _machine(runs, hosts, transfers, samples)
-    return Calibration(machine, transfers, samples, (*notices, *more))
+    machine, machine_notices = _build_machine(runs, hosts, transfers, samples)
+    return Calibration(machine, transfers, samples, (*notices, *machine_notices))
 
 
-def _calls(run: Session) -> pl.DataFrame:
+def _collect_calls(run: Session) -> pl.DataFrame:
     """One row per collective: collective, members, ranks, size_bytes, bus_factor, transfer_ns, whole.
 
     The transfer is the time from the last arrival to the end, the median over the recorded ranks; of a collective of
@@ -364,7 +373,7 @@ def _calls(run: Session) -> pl.DataFrame:
         pl.coalesce("instance", -1 - pl.int_range(pl.len())).alias("instance"),
         pl.when(barrier).then(0).otherwise("size_bytes").alias("size_bytes"),
     )
-    together = joined.group_by("instance", maintain_order=True).agg(
+    instances = joined.group_by("instance", maintain_order=True).agg(
         pl.col("collective", "members", "ranks").first(),
         pl.col("size_bytes").max(),
         pl.col("transfer_ns").median().cast(pl.Int64),
@@ -374,9 +383,9 @@ def _calls(run: Session) -> pl.DataFrame:
     world = run.world_size or 0
     ranks = pl.coalesce("ranks", pl.when(pl.col("recorded") == world).then(world))
     all_ranks = pl.when(ranks == world).then(pl.int_ranges(0, pl.lit(world, pl.Int32), dtype=pl.Int32))
-    grouped = together.with_columns(ranks.alias("ranks"), pl.coalesce("members", all_ranks).alias("members"))
+    grouped = instances.with_columns(ranks.alias("ranks"), pl.coalesce("members", all_ranks).alias("members"))
     kinds = grouped.select("collective", "ranks").unique().drop_nulls()
-    factors = [bus_factor(kind, count) for kind, count in kinds.rows()]
+    factors = [compute_bus_factor(kind, count) for kind, count in kinds.rows()]
     return (
         grouped.join(
             kinds.with_columns(pl.Series("bus_factor", factors, pl.Float64)), on=["collective", "ranks"], how="left",
@@ -387,7 +396,7 @@ def _calls(run: Session) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
+def _find_hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
     """The host of each rank: as given, as traces say, else that of its block of as many ranks as a host has devices.
 
     Launchers number ranks host by host; where the recorded ranks are not numbered so, nothing is said of the others.
@@ -398,16 +407,16 @@ def _hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
     if ranks_per_host is not None:
         return {rank: f"host {rank // ranks_per_host}" for rank in range(world)}
     blocks = {rank // visible: host for rank, host in recorded.items()} if visible else {}
-    by_block = all(blocks[rank // visible] == host for rank, host in recorded.items()) if visible else False
+    fits_blocks = all(blocks[rank // visible] == host for rank, host in recorded.items()) if visible else False
     if world <= visible:  # the whole job is on one host
         names = set(recorded.values())
         return dict.fromkeys(range(world), next(iter(names), "host")) if len(names) < 2 else recorded
-    if visible < 2 or not by_block or len(set(blocks.values())) < len(blocks):
+    if visible < 2 or not fits_blocks or len(set(blocks.values())) < len(blocks):
         return recorded
     return {rank: blocks.get(rank // visible, f"host of rank {rank - rank % visible}") for rank in range(world)}
 
 
-def _span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
+def _classify_span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
     """`inside` a host, `between` hosts, or None where that is not known."""
     different = {hosts[rank] for rank in members if rank in hosts}
     if len(different) > 1:
@@ -415,36 +424,38 @@ def _span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
     return "inside" if different and all(rank in hosts for rank in members) else None
 
 
-def _machine(
+def _build_machine(
     runs: Sequence[Session], hosts: Sequence[Mapping[int, str]], transfers: pl.DataFrame, samples: pl.DataFrame
 ) -> tuple[Machine, list[Notice]]:
     """The machine of the run with most ranks, with what was fitted to all of them."""
     number = max(range(len(runs)), key=lambda number: runs[number].world_size or len(runs[number].traces))
-    run, of_rank = runs[number], hosts[number]
-    world = max(run.world_size or 0, *(rank + 1 for rank in of_rank), len(run.traces))
-    by_host: dict[str, list[int]] = {}
-    for rank, host in sorted(of_rank.items()):
-        by_host.setdefault(host, []).append(rank)
-    sizes = {len(ranks) for ranks in by_host.values()}
-    size = sizes.pop() if len(sizes) == 1 and len(of_rank) == world else world
+    run, host_by_rank = runs[number], hosts[number]
+    world = max(run.world_size or 0, *(rank + 1 for rank in host_by_rank), len(run.traces))
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, host in sorted(host_by_rank.items()):
+        ranks_by_host.setdefault(host, []).append(rank)
+    sizes = {len(ranks) for ranks in ranks_by_host.values()}
+    size = sizes.pop() if len(sizes) == 1 and len(host_by_rank) == world else world
     notices = []
-    if (size == world and len(by_host) > 1) or len(of_rank) < world:
+    if (size == world and len(ranks_by_host) > 1) or len(host_by_rank) < world:
         text = (
             f"the hosts of the {world} ranks are not all known, or hold different numbers of them: one dimension joins "
             "all ranks"
         )
         notices.append(Notice("hosts-unknown", "warning", text))
     device = next((name for trace in run.traces for name in trace.devices["name"].drop_nulls()), None)
-    dimensions, more = network_of(world, size, transfers, samples, device)
+    dimensions, network_notices = build_network(world, size, transfers, samples, device)
     names = ", ".join(Path(run.name).name for run in runs)
-    order = [rank for ranks in by_host.values() for rank in ranks] if size < world else []
+    order = [rank for ranks in ranks_by_host.values() for rank in ranks] if size < world else []
     machine = Machine(
         dimensions,
         name=f"the machine of {Path(run.name).name}",
         source=f"traceloom calibrate {__version__}: {samples.height} collectives of {names}",
         order=() if order == sorted(order) else tuple(order),
         per_host=size,
-        device=next((peak for trace in run.traces for peak in peaks(trace).values() if isinstance(peak, Peak)), None),
-        transfers=measured_transfers(transfers),
+        device=next(
+            (peak for trace in run.traces for peak in find_peaks(trace).values() if isinstance(peak, Peak)), None
+        ),
+        transfers=build_measured_transfers(transfers),
     )
-    return machine, [*notices, *more]
+    return machine, [*notices, *network_notices]

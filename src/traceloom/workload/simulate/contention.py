@@ -15,16 +15,16 @@ import numpy as np
 
 from traceloom.errors import InvariantError
 from traceloom.graph import ABSENT
-from traceloom.graph.graph import Graph, plain, points
+from traceloom.graph.graph import Graph, get_edge_points, unwrap_array
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.workload.simulate.transfers import FULL, LinkBundles, Operations, fair_speeds
+from traceloom.workload.simulate.transfers import FULL, LinkBundles, Operations, compute_fair_speeds
 
-_ROUNDING = 1e-6  # ns
-_NEVER = int(np.iinfo(np.int64).min)
+_ROUNDING_TOLERANCE_NS = 1e-6  # ns
+_NOT_REACHED = int(np.iinfo(np.int64).min)
 
 
 @dataclass(eq=False, slots=True)
-class Evaluated:
+class SimulatedTimes:
     """When everything happens.
 
     Attributes:
@@ -38,7 +38,7 @@ class Evaluated:
     contended: bool = False
 
 
-class _Sharing:
+class _ActiveTransfers:
     """The transfers that are under way, and how fast they are.
 
     Args:
@@ -46,201 +46,212 @@ class _Sharing:
         of_class: Class of each communication.
     """
 
-    def __init__(self, bundles: LinkBundles, of_class: list[int]) -> None:
+    def __init__(self, bundles: LinkBundles, link_class: list[int]) -> None:
         self.contended = False
         self.waiting: Floats = np.zeros(bundles.count)
         self._bundles = bundles
-        self._of_class = of_class
+        self._link_class = link_class
         self._now = 0  # until when the running ones are accounted for
         # Of each running one: time left at full speed, end, speed, and the bundle that holds it back.
-        self._left: dict[int, float] = {}
+        self._remaining_ns: dict[int, float] = {}
         self._end: dict[int, int] = {}
         self._speed: dict[int, float] = {}
-        self._held_by: dict[int, int] = {}
-        self._used: Floats = np.zeros(bundles.count)  # what they ask of each bundle
-        self._ends: list[tuple[int, int]] = []  # a heap of their ends, and of ends that they had before
-        self._slow = 0  # how many are slower than alone
+        self._bottleneck: dict[int, int] = {}
+        self._demand: Floats = np.zeros(bundles.count)  # what they ask of each bundle
+        self._end_heap: list[tuple[int, int]] = []  # a heap of their ends, and of ends that they had before
+        self._slowed_count = 0  # how many are slower than alone
 
-    def begin(self, operation: int, at: int, alone: int) -> None:
+    def begin(self, operation: int, start_ns: int, uncontended_ns: int) -> None:
         """A transfer starts that takes so long alone."""
-        self.advance(at)
+        self.advance(start_ns)
         # By its clock it may have begun a moment ago.
-        self._left[operation] = float(alone - (self._now - at))
-        self.ends_at(operation, at + alone)
+        self._remaining_ns[operation] = float(uncontended_ns - (self._now - start_ns))
+        self.schedule_end(operation, start_ns + uncontended_ns)
         self._speed[operation] = 1.0
-        bundle, share = self._bundles.of(self._of_class[operation])
-        self._used[bundle] += share
-        if self._slow or (self._used[bundle] > FULL).any():
+        bundle, share = self._bundles.of(self._link_class[operation])
+        self._demand[bundle] += share
+        if self._slowed_count or (self._demand[bundle] > FULL).any():
             self.share()
 
-    def next_end(self) -> tuple[int, int] | None:
+    def get_next_end(self) -> tuple[int, int] | None:
         """The first end of all, and whose it is; None where nothing is under way."""
-        while self._ends and self._end.get(self._ends[0][1]) != self._ends[0][0]:
-            heapq.heappop(self._ends)  # it has come to another end since
-        return self._ends[0] if self._ends else None
+        while self._end_heap and self._end.get(self._end_heap[0][1]) != self._end_heap[0][0]:
+            heapq.heappop(self._end_heap)  # it has come to another end since
+        return self._end_heap[0] if self._end_heap else None
 
     def finish(self, operation: int) -> int:
         """A transfer ends; returns when."""
         end = self._end.pop(operation)
         self.advance(end)
-        self._slow -= self._speed.pop(operation) < 1
-        del self._left[operation]
-        self._held_by.pop(operation, None)
-        bundle, share = self._bundles.of(self._of_class[operation])
-        self._used[bundle] = np.maximum(self._used[bundle] - share, 0.0)
-        if self._slow:
+        self._slowed_count -= self._speed.pop(operation) < 1
+        del self._remaining_ns[operation]
+        self._bottleneck.pop(operation, None)
+        bundle, share = self._bundles.of(self._link_class[operation])
+        self._demand[bundle] = np.maximum(self._demand[bundle] - share, 0.0)
+        if self._slowed_count:
             self.share()
         return end
 
-    def ends_at(self, operation: int, end: int) -> None:
+    def schedule_end(self, operation: int, end: int) -> None:
         self._end[operation] = end
-        heapq.heappush(self._ends, (end, operation))
+        heapq.heappush(self._end_heap, (end, operation))
 
-    def advance(self, until: int) -> None:
-        passed = until - self._now
-        if passed <= 0:
+    def advance(self, time_ns: int) -> None:
+        elapsed_ns = time_ns - self._now
+        if elapsed_ns <= 0:
             return
         for operation, speed in self._speed.items():
-            self._left[operation] -= passed * speed
+            self._remaining_ns[operation] -= elapsed_ns * speed
             if speed < 1:
-                self.waiting[self._held_by[operation]] += passed * (1 - speed)
-        self._now = until
+                self.waiting[self._bottleneck[operation]] += elapsed_ns * (1 - speed)
+        self._now = time_ns
 
     def share(self) -> None:
         """New speeds, and with them new ends, for those whose speed changes."""
         running = np.array(sorted(self._speed), dtype=np.int64)
-        row, bundle, asked = self._bundles.uses(np.array([self._of_class[operation] for operation in running.tolist()]))
-        used, column = np.unique(bundle, return_inverse=True)
-        share = np.zeros((running.size, used.size))
-        share[row, column] = asked
-        speeds, held_by = fair_speeds(share)
-        self._slow = int((speeds < 1).sum())
-        for operation, speed, link in zip(running.tolist(), speeds.tolist(), held_by.tolist(), strict=True):
+        row, bundle, requested = self._bundles.uses(
+            np.array([self._link_class[operation] for operation in running.tolist()])
+        )
+        used_bundles, column = np.unique(bundle, return_inverse=True)
+        share = np.zeros((running.size, used_bundles.size))
+        share[row, column] = requested
+        speeds, bottlenecks = compute_fair_speeds(share)
+        self._slowed_count = int((speeds < 1).sum())
+        for operation, speed, bottleneck in zip(running.tolist(), speeds.tolist(), bottlenecks.tolist(), strict=True):
             if speed != self._speed[operation]:
                 self.contended = True
                 self._speed[operation] = speed
-                left = max(self._left[operation], 0.0)
-                self.ends_at(operation, self._now + math.ceil(left / speed - _ROUNDING))
-            self._held_by[operation] = int(used[link])
+                remaining_ns = max(self._remaining_ns[operation], 0.0)
+                self.schedule_end(operation, self._now + math.ceil(remaining_ns / speed - _ROUNDING_TOLERANCE_NS))
+            self._bottleneck[operation] = int(used_bundles[bottleneck])
 
 
-def evaluate(  # noqa: PLR0917  (one loop: a call per point would take three times as long)
+def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would take three times as long)
     graph: Graph,
-    work: Ints,
-    delay: Ints,
-    of: Operations,
-    time_ns: Ints,
-    of_class: Ints,
+    node_work_ns: Ints,
+    edge_delay_ns: Ints,
+    operations: Operations,
+    transfer_ns: Ints,
+    link_class: Ints,
     bundles: LinkBundles,
-    lane: Ints,
-) -> Evaluated:
+    node_lane: Ints,
+) -> SimulatedTimes:
     """When everything happens.
 
     Args:
         graph: The graph; M communications, N nodes.
-        work: Of each node, residual included; shape (N,), ns.
-        delay: Of each edge, residual included; shape (edges,), ns.
-        of: The communications.
-        time_ns: How long each takes alone, shape (M,).
-        of_class: Class of each in the bundles; -1 where it needs no link; shape (M,).
+        node_work_ns: Of each node, residual included; shape (N,), ns.
+        edge_delay_ns: Of each edge, residual included; shape (edges,), ns.
+        operations: The communications.
+        transfer_ns: How long each takes alone, shape (M,).
+        link_class: Class of each in the bundles; -1 where it needs no link; shape (M,).
         bundles: The links.
-        lane: Lane of each node that does one thing at a time; -1 for none; shape (N,).
+        node_lane: Lane of each node that does one thing at a time; -1 for none; shape (N,).
 
     Raises:
         InvariantError: `broken-cycle`: nodes wait for each other.
     """
-    nodes, count = graph.nodes.height, len(of)
-    source, target = (plain(ends) for ends in points(graph))
-    kept = plain(delay) >= ABSENT // 2
-    kept[of.edge] = False
+    node_count, operation_count = graph.nodes.height, len(operations)
+    source, target = (unwrap_array(end_points) for end_points in get_edge_points(graph))
+    is_kept = unwrap_array(edge_delay_ns) >= ABSENT // 2
+    is_kept[operations.edge] = False
     # Two more points for each communication: where its transfer starts, and where it ends.
-    begins, ends = 2 * nodes + np.arange(count), 2 * nodes + count + np.arange(count)
-    meeting = 2 * of.table["meeting"].to_numpy().astype(np.int64)
-    none = np.zeros(count, dtype=np.int64)
-    froms = np.concatenate([source[kept], meeting, ends[of.of_edge]])
-    tos = np.concatenate([target[kept], begins, target[of.edge]])
+    begin_points, end_points = (
+        2 * node_count + np.arange(operation_count),
+        2 * node_count + operation_count + np.arange(operation_count),
+    )
+    meeting_points = 2 * operations.table["meeting"].to_numpy().astype(np.int64)
+    zeros = np.zeros(operation_count, dtype=np.int64)
+    edge_sources = np.concatenate([source[is_kept], meeting_points, end_points[operations.of_edge]])
+    edge_targets = np.concatenate([target[is_kept], begin_points, target[operations.edge]])
     # What needs no link may take another time for each of its parts.
-    shared = np.where(of_class >= 0, time_ns, 0)
-    gains = np.concatenate([plain(delay)[kept], none, plain(delay)[of.edge] - shared[of.of_edge]])
-    total = 2 * nodes + 2 * count
-    waits_of = np.bincount(tos, minlength=total)
-    waits_of[1 : 2 * nodes : 2] += 1
-    waits_of[ends] = 1
-    order = np.argsort(froms, kind="stable")
-    follower, gain = tos[order].tolist(), gains[order].tolist()
-    first: list[int] = np.searchsorted(froms[order], np.arange(total + 1)).tolist()
-    roots = np.flatnonzero(waits_of[: 2 * nodes] == 0)
-    when = np.full(total, _NEVER, dtype=np.int64)
-    when[roots] = plain(graph.nodes["start_ns"].to_numpy())[roots // 2]
-    time: list[int] = when.tolist()
-    waits: list[int] = waits_of.tolist()
-    works: list[int] = plain(work).tolist()
-    lanes: list[int] = lane.tolist()
-    alone: list[int] = shared.tolist()
-    free_at: dict[int, int] = {}
-    classes: list[int] = of_class.tolist()
-    sharing = _Sharing(bundles, classes)
+    uncontended_ns = np.where(link_class >= 0, transfer_ns, 0)
+    edge_delays = np.concatenate(
+        [
+            unwrap_array(edge_delay_ns)[is_kept],
+            zeros,
+            unwrap_array(edge_delay_ns)[operations.edge] - uncontended_ns[operations.of_edge],
+        ]
+    )
+    point_count = 2 * node_count + 2 * operation_count
+    in_degrees = np.bincount(edge_targets, minlength=point_count)
+    in_degrees[1 : 2 * node_count : 2] += 1
+    in_degrees[end_points] = 1
+    order = np.argsort(edge_sources, kind="stable")
+    successors, successor_delays = edge_targets[order].tolist(), edge_delays[order].tolist()
+    successor_offsets: list[int] = np.searchsorted(edge_sources[order], np.arange(point_count + 1)).tolist()
+    roots = np.flatnonzero(in_degrees[: 2 * node_count] == 0)
+    initial_times = np.full(point_count, _NOT_REACHED, dtype=np.int64)
+    initial_times[roots] = unwrap_array(graph.nodes["start_ns"].to_numpy())[roots // 2]
+    time: list[int] = initial_times.tolist()
+    pending: list[int] = in_degrees.tolist()
+    node_works: list[int] = unwrap_array(node_work_ns).tolist()
+    node_lanes: list[int] = node_lane.tolist()
+    uncontended: list[int] = uncontended_ns.tolist()
+    lane_free_at: dict[int, int] = {}
+    link_classes: list[int] = link_class.tolist()
+    active_transfers = _ActiveTransfers(bundles, link_classes)
     heap: list[tuple[int, int]] = []
     ready: list[int] = []
     contended = False
-    limit, last = 2 * nodes, 2 * nodes + count
+    first_begin_point, first_end_point = 2 * node_count, 2 * node_count + operation_count
 
     def settle(point: int) -> None:
-        if point >= limit:
-            heapq.heappush(heap, (time[point], point - limit))
-        elif lanes[point >> 1] >= 0 and not point & 1:
-            heapq.heappush(heap, (time[point], count + (point >> 1)))
+        if point >= first_begin_point:
+            heapq.heappush(heap, (time[point], point - first_begin_point))
+        elif node_lanes[point >> 1] >= 0 and not point & 1:
+            heapq.heappush(heap, (time[point], operation_count + (point >> 1)))
         else:
             ready.append(point)
 
-    done = 0
+    done_count = 0
     for point in roots[::-1].tolist():
         settle(point)
     while True:
         while ready:
             point = ready.pop()
-            done += 1
-            at = time[point]
-            if point < limit and not point & 1:
-                following = point + 1
-                candidate = at + works[point >> 1]
-                if candidate > time[following]:  # noqa: PLR1730  (max() takes three times as long)
-                    time[following] = candidate
-                left = waits[following] - 1
-                waits[following] = left
-                if not left:
-                    ready.append(following)
-            for link in range(first[point], first[point + 1]):
-                following = follower[link]
-                candidate = at + gain[link]
-                if candidate > time[following]:  # noqa: PLR1730  (max() takes three times as long)
-                    time[following] = candidate
-                left = waits[following] - 1
-                waits[following] = left
-                if not left:
-                    settle(following)
-        end = sharing.next_end()
+            done_count += 1
+            time_at = time[point]
+            if point < first_begin_point and not point & 1:
+                successor = point + 1
+                candidate = time_at + node_works[point >> 1]
+                if candidate > time[successor]:  # noqa: PLR1730  (max() takes three times as long)
+                    time[successor] = candidate
+                remaining = pending[successor] - 1
+                pending[successor] = remaining
+                if not remaining:
+                    ready.append(successor)
+            for edge in range(successor_offsets[point], successor_offsets[point + 1]):
+                successor = successors[edge]
+                candidate = time_at + successor_delays[edge]
+                if candidate > time[successor]:  # noqa: PLR1730  (max() takes three times as long)
+                    time[successor] = candidate
+                remaining = pending[successor] - 1
+                pending[successor] = remaining
+                if not remaining:
+                    settle(successor)
+        end = active_transfers.get_next_end()
         if end is not None and (not heap or end[0] <= heap[0][0]):
             operation = end[1]
-            time[last + operation] = sharing.finish(operation)
-            ready.append(last + operation)
+            time[first_end_point + operation] = active_transfers.finish(operation)
+            ready.append(first_end_point + operation)
         elif heap:
-            at, number = heapq.heappop(heap)
-            if number >= count:
-                node = number - count
-                start = max(at, free_at.get(lanes[node], at))
-                contended |= start > at
-                free_at[lanes[node]] = start + works[node]
+            time_at, entry = heapq.heappop(heap)
+            if entry >= operation_count:
+                node = entry - operation_count
+                start = max(time_at, lane_free_at.get(node_lanes[node], time_at))
+                contended |= start > time_at
+                lane_free_at[node_lanes[node]] = start + node_works[node]
                 time[2 * node] = start
                 ready.append(2 * node)
-            elif classes[number] < 0:
-                time[last + number] = at
-                ready.append(last + number)
+            elif link_classes[entry] < 0:
+                time[first_end_point + entry] = time_at
+                ready.append(first_end_point + entry)
             else:
-                sharing.begin(number, at, alone[number])
+                active_transfers.begin(entry, time_at, uncontended[entry])
         else:
             break
-    if done < 2 * nodes + count:
+    if done_count < 2 * node_count + operation_count:
         raise InvariantError("nodes wait for each other", slug="broken-cycle")
-    times = np.array(time[: 2 * nodes], dtype=np.int64)
-    return Evaluated(times, sharing.waiting, contended or sharing.contended)
+    times = np.array(time[: 2 * node_count], dtype=np.int64)
+    return SimulatedTimes(times, active_transfers.waiting, contended or active_transfers.contended)

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.kernel_efficiency import FAR, SHORT_NS, VERY_FAR
-from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kernel_rules import ELIGIBLE, Matcher, built_in_kind_rules, gpu_work
+from traceloom.analyze.kernel_efficiency import LATENCY_SHARE, MAX_SHORT_NS, SHORT_LATENCY_SHARE
+from traceloom.analyze.kernel_kinds import classify_kinds
+from traceloom.analyze.kernel_rules import MATRIX_KINDS, KindMatcher, load_built_in_kind_rules, select_gpu_work
 from traceloom.analyze.modelled_calls import LINK_COPIES
-from traceloom.analyze.placed_calls import Peak, peak_of, place_on_roofline
-from traceloom.analyze.roofline import Given
-from traceloom.changes.changes import TARGETS
+from traceloom.analyze.placed_calls import Peak, parse_peak, place_on_roofline
+from traceloom.analyze.roofline import PeakSpec
+from traceloom.changes.changes import NODE_TARGETS
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import UsageError
 from traceloom.graph import Plan
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, point_times
+from traceloom.graph.graph import Graph, get_point_times
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session
 
 RULES = {
@@ -46,13 +46,13 @@ RULES = {
 }
 """What takes how long there, rule by rule."""
 RuleType = pl.Enum(list(RULES))
-ACCOUNT_SCHEMA = schema("rule kind count here_ns there_ns low_ns high_ns", {"rule": RuleType})
-_KNOWN = schema(
+ACCOUNT_SCHEMA = build_schema("rule kind count here_ns there_ns low_ns high_ns", {"rule": RuleType})
+_TRACE_COLUMNS = build_schema(
     "rank event kind peak roofline_here roofline_there arithmetic matrix",
     {"peak": pl.Int64, "roofline_here": pl.Float64, "roofline_there": pl.Float64, "matrix": pl.Boolean},
 )
-_MOST_FACTOR = 1e6
-_SAME = Peak("the recorded device", {}, 1.0)
+_MAX_FACTOR = 1e6
+_RECORDED_DEVICE = Peak("the recorded device", {}, 1.0)
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
 
 # What the names of matrix kernels say of their element type; first match wins.
@@ -116,7 +116,7 @@ def rescale(
     device: Peak | str | None,
     *,
     host_factor: float = 1.0,
-    recorded: Given = None,
+    recorded: PeakSpec = None,
 ) -> Rescaled:
     """Put the work of a graph on another device. On the recorded device all stays as it was, to the nanosecond.
 
@@ -132,10 +132,10 @@ def rescale(
         UsageError: slugs `no-such-device`, `bad-peak`, `bad-host-factor`; `no-recorded-device`: the peaks of the
             recorded device are not known.
     """
-    if not 0 < host_factor < _MOST_FACTOR:
+    if not 0 < host_factor < _MAX_FACTOR:
         message = f"the host factor {host_factor:g} is not a number above 0"
         raise UsageError(message, slug="bad-host-factor", hint="0.8 makes host work a fifth shorter")
-    there = _SAME if device is None else _complete(peak_of(device))
+    target_peak = _RECORDED_DEVICE if device is None else _complete(parse_peak(device))
     base = Scenario.of(graph)
     work = graph.nodes.filter(pl.Series(base.nodes(*_DEVICE))).select(
         "node", "rank", "event", "name", node_kind=pl.col("kind").cast(pl.String)
@@ -143,15 +143,15 @@ def rescale(
     work = work.with_columns(pl.Series("ns", base.work_ns[work["node"].to_numpy()]))
     copies = graph.transfers.select("node", copied="kind")
     work = work.join(copies, on="node", how="left", maintain_order="left")
-    here = None if recorded is None else peak_of(recorded)
-    if device is None or not (work.height or here):
-        session, here = None, there
-    traced, devices = _of_traces(graph, session, there, here)
+    recorded_peak = None if recorded is None else parse_peak(recorded)
+    if device is None or not (work.height or recorded_peak):
+        session, recorded_peak = None, target_peak
+    traced, devices = _read_traces(graph, session, target_peak, recorded_peak)
     work = work.join(traced, on=["rank", "event"], how="left", maintain_order="left", nulls_equal=True)
-    scaled = _by_rule(_kinds_by_name(work), devices, there)
+    scaled = _add_rules(_classify_by_name(work), devices, target_peak)
     if device is None:
         scaled = scaled.with_columns(rule=pl.lit("same device"))
-    host = base.nodes(*TARGETS["host"][0])
+    host = base.nodes(*NODE_TARGETS["host"][0])
     plan = Plan(graph)
     works, graphs = [base.work_ns], [graph]
     for column in ("ratio", "low", "high"):
@@ -161,16 +161,18 @@ def rescale(
         scenario.work_ns = np.rint(base.work_ns * factor).astype(np.int64)
         works.append(scenario.work_ns)
         graphs.append(changed_graph(graph, scenario, scenario.times(plan)))
-    before, after, low, high = (int(np.ptp(point_times(each))) if each.nodes.height else 0 for each in graphs)
+    before, after, low, high = (
+        int(np.ptp(get_point_times(case_graph))) if case_graph.nodes.height else 0 for case_graph in graphs
+    )
     account = DeviceChange(
-        there.name,
+        target_peak.name,
         tuple(dict.fromkeys(peak.name for peak in devices)),
         host_factor,
         before,
         after,
         low,
         high,
-        _account(graph, scaled, host, works),
+        _build_account(graph, scaled, host, works),
     )
     return Rescaled(graphs[1], graphs[2], graphs[3], account)
 
@@ -184,49 +186,51 @@ def _complete(peak: Peak) -> Peak:
     return peak
 
 
-def _of_traces(
-    graph: Graph, session: Session | None, there: Peak, recorded: Peak | None
+def _read_traces(
+    graph: Graph, session: Session | None, target_peak: Peak, recorded: Peak | None
 ) -> tuple[pl.DataFrame, list[Peak]]:
     """What the traces say of each piece of GPU work (`_KNOWN`; `peak` is a place in the list), and their devices."""
-    frames = [pl.DataFrame(schema=_KNOWN)]
+    frames = [pl.DataFrame(schema=_TRACE_COLUMNS)]
     devices: list[Peak] = []
     for trace in () if session is None else session.traces:
         # a trace that is alone need not say its rank: the graph does
         rank = trace.rank if trace.rank is not None or graph.ranks.height != 1 else graph.ranks["rank"][0]
-        here, other = place_on_roofline(trace, recorded), place_on_roofline(trace, there)
+        recorded_roofline, other = place_on_roofline(trace, recorded), place_on_roofline(trace, target_peak)
         numbers: dict[int, int] = {}
-        for device, peak in here.devices.items():
+        for device, peak in recorded_roofline.devices.items():
             if isinstance(peak, str):
                 hint = "name it with --recorded-device, as `H100 SXM`, or give its peaks: bf16=989e12,memory=3.35e12"
-                message = f"the recorded device cannot be compared with {there.name}: {peak}"
+                message = f"the recorded device cannot be compared with {target_peak.name}: {peak}"
                 raise UsageError(message, slug="no-recorded-device", hint=hint)
             if peak not in devices:
                 devices.append(_complete(peak))
             numbers[device] = devices.index(peak)
-        calls = here.calls.select("position", "arithmetic", "matrix", "gpu_ns", roofline_here="roofline_ns").join(
-            other.calls.select("position", roofline_there="roofline_ns"), on="position", how="left"
-        )
-        of_matrix = calls.filter("matrix").group_by("arithmetic").agg(pl.col("gpu_ns").sum())
-        usual = (
-            of_matrix.sort("gpu_ns", "arithmetic", descending=[True, False])["arithmetic"].first()
+        calls = recorded_roofline.calls.select(
+            "position", "arithmetic", "matrix", "gpu_ns", roofline_here="roofline_ns"
+        ).join(other.calls.select("position", roofline_there="roofline_ns"), on="position", how="left")
+        matrix_times = calls.filter("matrix").group_by("arithmetic").agg(pl.col("gpu_ns").sum())
+        typical_arithmetic = (
+            matrix_times.sort("gpu_ns", "arithmetic", descending=[True, False])["arithmetic"].first()
             if calls.height
             else None
         )
-        work = gpu_work(trace).select("event", "device").with_columns(kinds(trace)["kind"].cast(pl.String))
+        work = (
+            select_gpu_work(trace).select("event", "device").with_columns(classify_kinds(trace)["kind"].cast(pl.String))
+        )
         # each piece of a call's work has its share of the call's roofline
         share = pl.when(pl.col("gpu_ns") > 0).then(pl.col("ns") / pl.col("gpu_ns"))
         traced = (
-            work.join(here.work.select("event", "position", "ns"), on="event", how="left")
+            work.join(recorded_roofline.work.select("event", "position", "ns"), on="event", how="left")
             .join(calls, on="position", how="left")
             .with_columns(
                 pl.col("roofline_here", "roofline_there") * share,
                 pl.lit(rank).alias("rank"),
                 pl.col("device").replace_strict(numbers, default=None, return_dtype=pl.Int64).alias("peak"),
                 # matrix work without a model mostly has the element type of that with one
-                pl.coalesce("arithmetic", pl.lit(usual, pl.String)).alias("arithmetic"),
+                pl.coalesce("arithmetic", pl.lit(typical_arithmetic, pl.String)).alias("arithmetic"),
             )
         )
-        frames.append(traced.pipe(cast_to_schema, _KNOWN))
+        frames.append(traced.pipe(cast_to_schema, _TRACE_COLUMNS))
     if not devices:
         if recorded is None:
             message = "the recorded device is not known: a graph does not hold its name"
@@ -235,69 +239,75 @@ def _of_traces(
     return pl.concat(frames).unique(["rank", "event"], keep="first"), devices
 
 
-def _kinds_by_name(work: pl.DataFrame) -> pl.DataFrame:
+def _classify_by_name(work: pl.DataFrame) -> pl.DataFrame:
     """The kind of work that no trace tells, by its name alone."""
     names = work.filter(pl.col("kind").is_null())["name"].drop_nulls().unique()
-    matcher = Matcher.of(built_in_kind_rules())
+    matcher = KindMatcher.of(load_built_in_kind_rules())
     nothing = np.zeros(names.len(), dtype=np.uint64)
     first = matcher.first(names, np.arange(names.len()), nothing, nothing)
     rules = [*(rule.kind for rule in matcher.rules), "other"]
     table = pl.DataFrame(
         {"name": names, "by_name": [rules[number] for number in first]}, schema_overrides={"by_name": pl.String}
     )
-    named = work.join(table, on="name", how="left", maintain_order="left")
+    classified = work.join(table, on="name", how="left", maintain_order="left")
     copy = pl.when(pl.col("node_kind") != gs.KERNEL).then(pl.lit("copy"))
-    return named.with_columns(pl.coalesce("kind", copy, "by_name", pl.lit("other")).alias("kind"))
+    return classified.with_columns(pl.coalesce("kind", copy, "by_name", pl.lit("other")).alias("kind"))
 
 
-def _by_rule(work: pl.DataFrame, devices: list[Peak], there: Peak) -> pl.DataFrame:
+def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl.DataFrame:
     """Add `rule`, and `ratio`, `low` and `high`: how many times as long each piece takes there, and the interval."""
-    matrix = pl.col("kind").is_in(ELIGIBLE)
-    by_name = (pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for dtype, pattern in _ELEMENT_TYPES)
+    matrix = pl.col("kind").is_in(MATRIX_KINDS)
+    types_by_name = (
+        pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for dtype, pattern in _ELEMENT_TYPES
+    )
     modelled = (pl.col("roofline_here") > 0) & (pl.col("roofline_there") > 0)
     classed = work.with_columns(
         pl.col("peak").fill_null(0),
         modelled.fill_null(value=False).alias("modelled"),
-        pl.when(matrix).then(pl.coalesce(*by_name, "arithmetic")).otherwise(pl.lit("fp32")).alias("element_type"),
+        pl.when(matrix).then(pl.coalesce(*types_by_name, "arithmetic")).otherwise(pl.lit("fp32")).alias("element_type"),
         matrix.alias("calculates"),
     )
     keys = ["peak", "element_type", "calculates"]
     ratios = []
     for number, dtype, calculates in classed.select(keys).unique().rows():
-        here = devices[number]
-        rates = [device.rate(dtype or "", matrix=calculates) for device in (here, there)]
-        of_peaks = rates[0] / rates[1] if rates[0] and rates[1] else None
-        ratios.append((number, dtype, calculates, (here.memory or 0) / (there.memory or 1), of_peaks))
+        recorded_peak = devices[number]
+        rates = [device.rate(dtype or "", matrix=calculates) for device in (recorded_peak, target_peak)]
+        peak_ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
+        ratios.append((number, dtype, calculates, (recorded_peak.memory or 0) / (target_peak.memory or 1), peak_ratio))
     table = pl.DataFrame(
         ratios, {**classed.select(keys).schema, "bandwidth": pl.Float64(), "peaks": pl.Float64()}, orient="row"
     )
     rows = classed.join(table, on=keys, how="left", maintain_order="left", nulls_equal=True)
     ns, roofline = pl.col("ns"), pl.col("roofline_there") / pl.col("roofline_here")
     link, copy = pl.col("copied").is_in(LINK_COPIES), pl.col("node_kind") != gs.KERNEL
-    short = ((ns < SHORT_NS) & (pl.col("roofline_here") < FAR * ns)) | (pl.col("roofline_here") < VERY_FAR * ns)
-    by_peak = pl.col("calculates") & pl.col("peaks").is_not_null()
+    short = ((ns < MAX_SHORT_NS) & (pl.col("roofline_here") < SHORT_LATENCY_SHARE * ns)) | (
+        pl.col("roofline_here") < LATENCY_SHARE * ns
+    )
+    has_peak = pl.col("calculates") & pl.col("peaks").is_not_null()
     rule = (
         pl.when(copy & link.fill_null(value=False)).then(pl.lit("link copy"))
         .when(pl.col("modelled") & short).then(pl.lit("short of roofline")).when("modelled").then(pl.lit("roofline"))
-        .when(copy).then(pl.lit("device copy")).when(by_peak).then(pl.lit("peak")).otherwise(pl.lit("bandwidth"))
+        .when(copy).then(pl.lit("device copy")).when(has_peak).then(pl.lit("peak")).otherwise(pl.lit("bandwidth"))
     )  # fmt: skip
     bandwidth, same = pl.col("bandwidth"), pl.lit(1.0)
-    least = pl.min_horizontal(roofline, pl.col("roofline_there") / ns)  # nothing beats the roofline there
-    ends = {  # the ratio, and what else the interval reaches to
-        "roofline": (roofline, pl.max_horizontal(same, least)),
+    lower_bound = pl.min_horizontal(roofline, pl.col("roofline_there") / ns)  # nothing beats the roofline there
+    interval_bounds = {  # the ratio, and what else the interval reaches to
+        "roofline": (roofline, pl.max_horizontal(same, lower_bound)),
         "short of roofline": (roofline, 1 / roofline),
         "peak": (pl.col("peaks"), bandwidth, same),
         "bandwidth": (bandwidth, pl.col("peaks"), same),
         "device copy": (bandwidth, same),
         "link copy": (same,),
     }
-    interval = pl.coalesce(pl.when(pl.col("rule") == name).then(pl.concat_list(*of)) for name, of in ends.items())
+    interval = pl.coalesce(
+        pl.when(pl.col("rule") == name).then(pl.concat_list(*bounds)) for name, bounds in interval_bounds.items()
+    )
     return rows.with_columns(rule.alias("rule")).with_columns(
         interval.list.first().alias("ratio"), interval.list.min().alias("low"), interval.list.max().alias("high")
     )
 
 
-def _account(graph: Graph, scaled: pl.DataFrame, host: Bools, works: Sequence[Ints]) -> pl.DataFrame:
+def _build_account(graph: Graph, scaled: pl.DataFrame, host: Bools, works: Sequence[Ints]) -> pl.DataFrame:
     """The work by rule and kind, as it is measured and in each of the three cases."""
     columns = ("here_ns", "there_ns", "low_ns", "high_ns")
     all_works = pl.DataFrame(dict(zip(columns, works, strict=True)))

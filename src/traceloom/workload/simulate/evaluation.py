@@ -13,26 +13,26 @@ from traceloom.errors import CheckError, InvariantError
 from traceloom.graph import Plan
 from traceloom.graph import graph as gs
 from traceloom.graph.calibrate import scale_overlap
-from traceloom.graph.graph import Graph, array, plain
+from traceloom.graph.graph import Graph, get_column_array, unwrap_array
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints
-from traceloom.workload.chakra.check_files import Arcs, circles, settle
-from traceloom.workload.simulate.contention import Evaluated
-from traceloom.workload.simulate.contention import evaluate as with_contention
+from traceloom.workload.chakra.check_files import Arcs, find_cycles, sort_topologically
+from traceloom.workload.simulate.contention import SimulatedTimes
+from traceloom.workload.simulate.contention import simulate_contention as with_contention
 from traceloom.workload.simulate.transfers import LinkBundles, Operations, Transfers
 
-_LONGEST = 8
+_MAX_CYCLE_SHOWN = 8
 _BETWEEN = (gs.RENDEZVOUS, gs.ARRIVAL)
 
 
-def deadlock(graph: Graph) -> CheckError:
+def make_deadlock_error(graph: Graph) -> CheckError:
     """The error for a graph whose nodes wait for each other."""
     nodes = graph.nodes.height
     source, target = graph.points()
-    own = 2 * np.arange(nodes, dtype=np.int64)
-    arcs = Arcs(np.concatenate([source, own]), np.concatenate([target, own + 1]))
-    stuck = settle(2 * nodes, arcs, np.arange(2 * nodes)).stuck
-    rings = circles(arcs, stuck)
+    start_points = 2 * np.arange(nodes, dtype=np.int64)
+    arcs = Arcs(np.concatenate([source, start_points]), np.concatenate([target, start_points + 1]))
+    stuck = sort_topologically(2 * nodes, arcs, np.arange(2 * nodes)).stuck
+    rings = find_cycles(arcs, stuck)
     ring = min(rings, key=len) if rings else []
     labels = []
     table = graph.nodes.select("kind", "rank", "name")
@@ -45,9 +45,9 @@ def deadlock(graph: Graph) -> CheckError:
         f"rank {rank}: {name} waits for {awaited}" + (f" of rank {other}" if other != rank else "")
         for (rank, name), (other, awaited) in zip(steps, [*steps[1:], *steps[:1]], strict=True)
     ]
-    more = f"; and {len(clauses) - _LONGEST} more" if len(clauses) > _LONGEST else ""
+    suffix = f"; and {len(clauses) - _MAX_CYCLE_SHOWN} more" if len(clauses) > _MAX_CYCLE_SHOWN else ""
     return CheckError(
-        f"deadlock: {'; '.join(clauses[:_LONGEST])}{more}",
+        f"deadlock: {'; '.join(clauses[:_MAX_CYCLE_SHOWN])}{suffix}",
         slug="deadlock",
         where=graph.name,
         hint="order the communications of all ranks alike",
@@ -57,7 +57,7 @@ def deadlock(graph: Graph) -> CheckError:
 _SERIAL = (gs.KERNEL, gs.COPY, gs.FILL)
 
 
-def plan_of(graph: Graph) -> Plan:
+def build_plan(graph: Graph) -> Plan:
     """The plan of a graph.
 
     Raises:
@@ -66,21 +66,21 @@ def plan_of(graph: Graph) -> Plan:
     try:
         return Plan(graph)
     except InvariantError as error:
-        raise deadlock(graph) from error
+        raise make_deadlock_error(graph) from error
 
 
-def serial_lanes(graph: Graph) -> Ints:
+def find_serial_lanes(graph: Graph) -> Ints:
     """The lane of each node of which a lane does one at a time, -1 for all others; shape (nodes,).
 
     Of files that do not say in which order the device does its work: what is ready first goes first.
     """
-    device = np.isin(array(graph, graph.nodes["kind"]), [gs.NODE_KINDS.index(name) for name in _SERIAL])
+    device = np.isin(get_column_array(graph, graph.nodes["kind"]), [gs.NODE_KINDS.index(name) for name in _SERIAL])
     lane = graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
     return np.where(device, lane, -1)
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class Evaluation:
     """How a workload went.
 
     Attributes:
@@ -91,62 +91,78 @@ class Course:
     """
 
     graph: Graph
-    evaluated: Evaluated
+    evaluated: SimulatedTimes
     transfers: Transfers | None = None
     bundles: LinkBundles | None = None
 
 
-def course(
-    graph: Graph, of: Operations, transfers: Transfers | None = None, *, plan: Plan | None = None, serial: bool = False
-) -> Course:
+def evaluate_on_network(
+    graph: Graph,
+    operations: Operations,
+    transfers: Transfers | None = None,
+    *,
+    plan: Plan | None = None,
+    serial: bool = False,
+) -> Evaluation:
     """Evaluate a graph on a network.
 
     Args:
         graph: The graph.
-        of: Its communications.
+        operations: Its communications.
         transfers: How long they take; as in the graph where None.
         plan: Of the graph.
         serial: Whether its lanes of the device do one thing at a time, in an order that the graph does not hold.
     """
-    plan = plan or plan_of(graph)
+    plan = plan or build_plan(graph)
     scenario = Scenario.of(graph)
-    time_ns = np.zeros(len(of), dtype=np.int64)
-    of_class = np.full(len(of), -1, dtype=np.int64)
+    time_ns = np.zeros(len(operations), dtype=np.int64)
+    class_by_operation = np.full(len(operations), -1, dtype=np.int64)
     bundles = LinkBundles.none()
     if transfers is not None:
         scenario = scenario.copy()
         time_ns, bundles = transfers.time_ns, transfers.bundles()
-        of_class = np.where(transfers.replaced, transfers.of_class, -1)
-        parts, edges = transfers.replaced[of.of_part], transfers.replaced[of.of_edge]
+        class_by_operation = np.where(transfers.replaced, transfers.of_class, -1)
+        parts, edges = transfers.replaced[operations.of_part], transfers.replaced[operations.of_edge]
         # What waits for the meeting takes the transfer after it; the root that goes ahead is busy as long.
-        scenario.work_ns[of.part[parts]] = time_ns[of.of_part[parts]]
-        scenario.delay_ns[of.edge[edges]] = time_ns[of.of_edge[edges]]
-        waiting = array(graph, graph.edges["target"])[of.edge[edges]]
+        scenario.work_ns[operations.part[parts]] = time_ns[operations.of_part[parts]]
+        scenario.delay_ns[operations.edge[edges]] = time_ns[operations.of_edge[edges]]
+        waiting = get_column_array(graph, graph.edges["target"])[operations.edge[edges]]
         scenario.work_ns[waiting] = 0
-    lanes = serial_lanes(graph) if serial else np.full(graph.nodes.height, -1, dtype=np.int64)
+    lanes = find_serial_lanes(graph) if serial else np.full(graph.nodes.height, -1, dtype=np.int64)
     times = scenario.times(plan)
-    evaluated = Evaluated(times, np.zeros(bundles.count))
-    met = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
-    if bundles.overfull(of_class, met, met + time_ns) or _overlaps(lanes, times):
+    evaluated = SimulatedTimes(times, np.zeros(bundles.count))
+    met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+    if bundles.overfull(class_by_operation, met, met + time_ns) or _has_overlaps(lanes, times):
         delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
-        evaluated = with_contention(graph, plain(scenario.work_ns), plain(delay), of, time_ns, of_class, bundles, lanes)
+        evaluated = with_contention(
+            graph,
+            unwrap_array(scenario.work_ns),
+            unwrap_array(delay),
+            operations,
+            time_ns,
+            class_by_operation,
+            bundles,
+            lanes,
+        )
         scenario = scenario.copy()
-        shared = np.flatnonzero(of_class[of.of_edge] >= 0)
-        ends = evaluated.times[2 * array(graph, graph.edges["target"])[of.edge[shared]].astype(np.int64) + 1]
-        met = evaluated.times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
-        scenario.delay_ns[of.edge[shared]] = ends - met[of.of_edge[shared]]
+        shared = np.flatnonzero(class_by_operation[operations.of_edge] >= 0)
+        transfer_ends = evaluated.times[
+            2 * get_column_array(graph, graph.edges["target"])[operations.edge[shared]].astype(np.int64) + 1
+        ]
+        met = evaluated.times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+        scenario.delay_ns[operations.edge[shared]] = transfer_ends - met[operations.of_edge[shared]]
     after = changed_graph(graph, scenario, evaluated.times)
     if evaluated.contended:
-        after = replace(after, edges=pl.concat([after.edges, _in_turn(lanes, evaluated.times)]))
-    return Course(after, evaluated, transfers, bundles)
+        after = replace(after, edges=pl.concat([after.edges, _build_turn_edges(lanes, evaluated.times)]))
+    return Evaluation(after, evaluated, transfers, bundles)
 
 
-def _in_turn(lanes: Ints, times: Ints) -> pl.DataFrame:
+def _build_turn_edges(lanes: Ints, times: Ints) -> pl.DataFrame:
     """Edges from each work of a lane to the next one, in the order in which they went."""
-    at = np.flatnonzero(lanes >= 0)
-    at = at[np.lexsort((at, times[2 * at + 1], times[2 * at], lanes[at]))]
-    next_one = lanes[at[1:]] == lanes[at[:-1]]
-    return pl.DataFrame({"source": at[:-1][next_one], "target": at[1:][next_one]}).select(
+    node_rows = np.flatnonzero(lanes >= 0)
+    node_rows = node_rows[np.lexsort((node_rows, times[2 * node_rows + 1], times[2 * node_rows], lanes[node_rows]))]
+    next_one = lanes[node_rows[1:]] == lanes[node_rows[:-1]]
+    return pl.DataFrame({"source": node_rows[:-1][next_one], "target": node_rows[1:][next_one]}).select(
         pl.col("source", "target").cast(gs.Node),
         kind=pl.lit("simulation", dtype=gs.EdgeKind),
         evidence=pl.lit("assumed", dtype=gs.Evidence),
@@ -157,17 +173,17 @@ def _in_turn(lanes: Ints, times: Ints) -> pl.DataFrame:
     )
 
 
-def _overlaps(lanes: Ints, times: Ints) -> bool:
+def _has_overlaps(lanes: Ints, times: Ints) -> bool:
     """Whether a lane that does one thing at a time does two."""
-    at = np.flatnonzero(lanes >= 0)
-    start, end, lane = times[2 * at], times[2 * at + 1], lanes[at]
+    node_rows = np.flatnonzero(lanes >= 0)
+    start, end, lane = times[2 * node_rows], times[2 * node_rows + 1], lanes[node_rows]
     order = np.lexsort((end, start, lane))
     start, end, lane = start[order], end[order], lane[order]
     return bool(((lane[1:] == lane[:-1]) & (start[1:] < end[:-1])).any())
 
 
-def as_evaluated(graph: Graph, of: Operations, *, serial: bool) -> Graph:
+def apply_evaluation(graph: Graph, operations: Operations, *, serial: bool) -> Graph:
     """The graph with the times that follow from its works and delays in the place of measured ones."""
-    result = course(graph, of, serial=serial).graph
+    result = evaluate_on_network(graph, operations, serial=serial).graph
     start, duration = result.nodes["start_ns"], result.nodes["duration_ns"]
     return replace(graph, nodes=graph.nodes.with_columns(start, duration))

@@ -21,18 +21,18 @@ from traceloom.graph import link_session
 from traceloom.graph.communication import POINT_TO_POINT
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import add_rendezvous
-from traceloom.system.files import note_input
+from traceloom.system.files import remember_input
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
-from traceloom.workload.chakra.check_files import Arcs, settle
+from traceloom.workload.chakra.check_files import Arcs, sort_topologically
 from traceloom.workload.chakra.convert import ConversionInput, is_chakra
-from traceloom.workload.simulate.evaluation import as_evaluated
-from traceloom.workload.simulate.transfers import operations
+from traceloom.workload.simulate.evaluation import apply_evaluation
+from traceloom.workload.simulate.transfers import find_operations
 
 SIDES = ("communication", "compute")
 
 
-def isolated(graph: Graph, side: str) -> Graph:
+def separate_side(graph: Graph, side: str) -> Graph:
     """The graph in which only one side takes time.
 
     Of `communication` that is the transfers, and the work of communication that meets nobody; of `compute` the work of
@@ -48,8 +48,8 @@ def isolated(graph: Graph, side: str) -> Graph:
     edge_side = graph.edges["kind"].cast(pl.String) == "rendezvous"
     stays = (node_side, edge_side) if side == "communication" else (~node_side, ~edge_side)
     nodes, edges = (
-        frame.with_columns(pl.when(pl.lit(kept)).then(name).otherwise(0).alias(name) for name in columns)
-        for frame, kept, columns in (
+        frame.with_columns(pl.when(pl.lit(is_kept)).then(name).otherwise(0).alias(name) for name in columns)
+        for frame, is_kept, columns in (
             (graph.nodes, stays[0], ("work_ns", "residual_ns")),
             (graph.edges, stays[1], ("delay_ns", "residual_ns")),
         )
@@ -57,10 +57,10 @@ def isolated(graph: Graph, side: str) -> Graph:
     return replace(graph, nodes=nodes, edges=edges)
 
 
-_ALL = ("", "0")  # names of the group of all ranks
+_ALL_RANKS_GROUPS = ("", "0")  # names of the group of all ranks
 
 
-def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
+def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
     """The graph with the meetings of its communications; their transfers take what their nodes took.
 
     Args:
@@ -72,26 +72,26 @@ def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
             not agree on what they do together.
         CheckError: slug `deadlock`: a rank waits for what never comes.
     """
-    about = graph.communication
-    if not about.height:
+    communication = graph.communication
+    if not communication.height:
         return graph
     nodes = graph.nodes.height
     source, target = (graph.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
     position = np.empty(nodes, dtype=np.int64)
-    position[settle(nodes, Arcs(source, target), np.arange(nodes)).order] = np.arange(nodes)
-    at = about["node"].to_numpy()
+    position[sort_topologically(nodes, Arcs(source, target), np.arange(nodes)).order] = np.arange(nodes)
+    node_rows = communication["node"].to_numpy()
     world = sorted(set(graph.nodes["rank"].drop_nulls().to_list()))
-    members, notices = _members(about, graph.nodes["rank"].gather(at), groups, world)
-    together = ~about["kind"].is_in(POINT_TO_POINT).fill_null(value=False)
+    members, notices = _find_members(communication, graph.nodes["rank"].gather(node_rows), groups, world)
+    is_collective = ~communication["kind"].is_in(POINT_TO_POINT).fill_null(value=False)
     sends = pl.col("kind") == "send"
-    of_group = pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
-    rows = about.with_columns(
-        graph.nodes["rank"].gather(at),
+    group_members = pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
+    rows = communication.with_columns(
+        graph.nodes["rank"].gather(node_rows),
         pl.col("group").fill_null(""),
-        together=together,
-        position=pl.Series(position[at]),
+        together=is_collective,
+        position=pl.Series(position[node_rows]),
     ).with_columns(
-        ranks=pl.when("together").then(of_group),
+        ranks=pl.when("together").then(group_members),
         # Of a message the two ends and the tag count, not the group.
         source=pl.when(~pl.col("together")).then(pl.when(sends).then("rank").otherwise("peer")),
         target=pl.when(~pl.col("together")).then(pl.when(sends).then("peer").otherwise("rank")),
@@ -107,9 +107,9 @@ def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
         sequence=pl.when("together").then("nth"),
         key=pl.struct("of", "source", "target", tag, "nth").rank("dense"),
     )
-    _all_there(rows)
-    _alike(rows, graph.name)
-    _messages_matched(rows)
+    _check_attendance(rows)
+    _check_kinds(rows, graph.name)
+    _check_messages(rows)
     several = pl.col("node").count().over("key") > 1
     described = rows.with_columns(instance=pl.when(several).then(pl.col("key").cast(pl.Int64) - 1))
     described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(gs.GRAPH_SCHEMAS["communication"])
@@ -127,32 +127,32 @@ def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
     )
 
 
-def _members(
-    about: pl.DataFrame, ranks: pl.Series, groups: Mapping[str, Sequence[int]] | None, world: Sequence[int]
+def _find_members(
+    communication: pl.DataFrame, ranks: pl.Series, groups: Mapping[str, Sequence[int]] | None, world: Sequence[int]
 ) -> tuple[dict[str, list[int]], list[Notice]]:
     """The members of every group that is named, and what was assumed."""
     issuing = (
-        about.select(pl.col("group").fill_null(""), ranks, "kind")
+        communication.select(pl.col("group").fill_null(""), ranks, "kind")
         .filter(~pl.col("kind").is_in(POINT_TO_POINT).fill_null(value=False))
         .group_by("group")
         .agg(pl.col("rank").unique().sort())
     )
     members: dict[str, list[int]] = {}
     assumed = []
-    for name, own in sorted(issuing.iter_rows()):
+    for name, issuing_ranks in sorted(issuing.iter_rows()):
         if groups is not None and name in groups:
-            outside = sorted(set(groups[name]) - set(world))
-            if outside:
+            unknown_ranks = sorted(set(groups[name]) - set(world))
+            if unknown_ranks:
                 raise InputError(
-                    f"group `{name}` names rank {outside[0]}, of which there is no file",
+                    f"group `{name}` names rank {unknown_ranks[0]}, of which there is no file",
                     slug="group-outside-world",
                     hint=f"the files are of ranks {world[0]} to {world[-1]}: give those of all ranks",
                 )
             members[name] = sorted(groups[name])
-        elif name in _ALL:
+        elif name in _ALL_RANKS_GROUPS:
             members[name] = list(world)
         else:
-            members[name] = own
+            members[name] = issuing_ranks
             assumed.append(name)
     if not assumed:
         return members, []
@@ -160,45 +160,49 @@ def _members(
     return members, [Notice("groups-assumed", "warning", text, len(assumed))]
 
 
-def _all_there(rows: pl.DataFrame) -> None:
+def _check_attendance(rows: pl.DataFrame) -> None:
     """Every member of a group comes to each of its communications, or those that come wait for ever."""
     counts = rows.filter("together").group_by("group", "rank").agg(pl.len().alias("count"), pl.col("ranks").first())
-    for (group,), own in counts.sort("group", "rank").group_by("group", maintain_order=True):
-        issued = dict(zip(own["rank"].to_list(), own["count"].to_list(), strict=True))
-        most = max(issued, key=lambda rank: (issued[rank], -rank))
-        short = next((rank for rank in own["ranks"][0].to_list() if issued.get(rank, 0) < issued[most]), None)
+    for (group,), group_counts in counts.sort("group", "rank").group_by("group", maintain_order=True):
+        issued = dict(zip(group_counts["rank"].to_list(), group_counts["count"].to_list(), strict=True))
+        busiest_rank = max(issued, key=lambda rank: (issued[rank], -rank))
+        short = next(
+            (rank for rank in group_counts["ranks"][0].to_list() if issued.get(rank, 0) < issued[busiest_rank]), None
+        )
         if short is not None:
-            name = f"group `{group}`" if group not in _ALL else "the group of all ranks"
+            name = f"group `{group}`" if group not in _ALL_RANKS_GROUPS else "the group of all ranks"
             raise CheckError(
-                f"deadlock: rank {most} waits for rank {short} at communication {issued.get(short, 0) + 1} of {name}, "
+                f"deadlock: rank {busiest_rank} waits for rank {short} at communication {issued.get(short, 0) + 1} of {name}, "
                 f"and rank {short} comes to {issued.get(short, 0)} only",
                 slug="deadlock",
                 hint="traceloom validate says more",
             )
 
 
-def _alike(rows: pl.DataFrame, where: str) -> None:
+def _check_kinds(rows: pl.DataFrame, location: str) -> None:
     """All ranks do the same in each communication of a group."""
     differ = rows.filter("together").filter(pl.col("kind").n_unique().over("key") > 1).sort("position", "rank")
     if differ.height:
         first = differ.filter(pl.col("key") == differ["key"][0]).sort("rank")
-        each = "; ".join(f"rank {row['rank']} does {row['kind']}" for row in first.head(4).to_dicts())
-        name = f"group `{first['group'][0]}`" if first["group"][0] not in _ALL else "the group of all ranks"
+        kind_texts = "; ".join(f"rank {row['rank']} does {row['kind']}" for row in first.head(4).to_dicts())
+        name = (
+            f"group `{first['group'][0]}`" if first["group"][0] not in _ALL_RANKS_GROUPS else "the group of all ranks"
+        )
         raise InputError(
-            f"communication {first['nth'][0] + 1} of {name} is not one: {each}",
+            f"communication {first['nth'][0] + 1} of {name} is not one: {kind_texts}",
             slug="collective-mismatch",
-            where=where,
+            where=location,
             hint="traceloom validate says which",
         )
 
 
-def _messages_matched(rows: pl.DataFrame) -> None:
+def _check_messages(rows: pl.DataFrame) -> None:
     """Every receive has its send; a send that nobody receives waits for nobody."""
     received = rows.filter((pl.col("kind") == "receive").fill_null(value=False))
     sent = rows.filter((pl.col("kind") == "send").fill_null(value=False))
-    alone = received.join(sent, on="key", how="anti").sort("rank", "position")
-    if alone.height:
-        first = alone.row(0, named=True)
+    unmatched = received.join(sent, on="key", how="anti").sort("rank", "position")
+    if unmatched.height:
+        first = unmatched.row(0, named=True)
         raise CheckError(
             f"deadlock: rank {first['rank']} waits for a message from rank {first['peer']} (tag {first['tag']}, "
             f"{first['out_bytes']} bytes) that is never sent",
@@ -272,7 +276,7 @@ def open_input(
         name = " ".join(map(str, paths))
         first = paths[0] if paths else Path()
         chakra = any(map(is_chakra, paths))
-        if chakra or any(path.name.endswith(graph_store.ENDING) for path in paths):
+        if chakra or any(path.name.endswith(graph_store.GRAPH_SUFFIX) for path in paths):
             if len(paths) > 1:
                 raise UsageError(
                     "a workload is one directory of .et files, or one graph",
@@ -282,14 +286,16 @@ def open_input(
             with ConversionInput(first) as source:
                 graph = source.graph()
             if chakra:
-                beside = first if first.is_dir() else first.parent
-                group_path = groups or next((beside / name for name in GROUP_FILES if (beside / name).is_file()), None)
+                directory = first if first.is_dir() else first.parent
+                group_path = groups or next(
+                    (directory / name for name in GROUP_FILES if (directory / name).is_file()), None
+                )
                 if group_path is not None:
-                    note_input(Path(group_path))
-                    named = read_groups(Path(group_path))
-                    if named.faults:
-                        raise InputError(named.faults[0], slug="not-a-group-file", where=str(group_path))
-                    members = named.members or {}
+                    remember_input(Path(group_path))
+                    group_file = read_groups(Path(group_path))
+                    if group_file.faults:
+                        raise InputError(group_file.faults[0], slug="not-a-group-file", where=str(group_path))
+                    members = group_file.members or {}
         else:
             from traceloom.formats import load
 
@@ -304,9 +310,9 @@ def open_input(
     measured = not serial
     graph = replace(graph, name=name)
     if serial:
-        graph = joined(graph, members)
+        graph = join_communications(graph, members)
     if only is not None:
-        graph, measured = isolated(graph, only), False
+        graph, measured = separate_side(graph, only), False
     if not measured:
-        graph = as_evaluated(graph, operations(graph), serial=serial)
+        graph = apply_evaluation(graph, find_operations(graph), serial=serial)
     return SimulationInput(graph, name, measured, serial, session, only)

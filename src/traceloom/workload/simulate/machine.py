@@ -12,11 +12,11 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from traceloom.analyze.bandwidth import bus_factor
+from traceloom.analyze.bandwidth import compute_bus_factor
 from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import UsageError
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.workload.collective_algorithms import KINDS_OF, power_of_two
+from traceloom.workload.collective_algorithms import KINDS_OF, compute_log2
 
 Topology = Literal["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
 Collective = Literal[
@@ -25,24 +25,24 @@ Collective = Literal[
 ]  # fmt: skip
 Algorithm = Literal["ring", "direct", "halving-doubling", "double-tree", "tree", "two-level"]
 Span = Literal["inside", "between"]
-MOST_RANKS = 1 << 20
-MOST_LINKS = 1 << 25
+MAX_RANKS = 1 << 20
+MAX_LINKS = 1 << 25
 Bandwidth = Annotated[float, Meta(gt=0)]  # 10^9 bytes per second, each direction
 Nanoseconds = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Member = Annotated[int, Meta(ge=0)]
-Node = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+Node = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 
 SHAPED = ("torus", "mesh")
-_USUAL: dict[str, Algorithm] = {
+_DEFAULT_ALGORITHMS: dict[str, Algorithm] = {
     "all_to_all": "direct", "gather": "direct", "scatter": "direct", "send": "direct",
     "broadcast": "tree", "reduce": "tree", "barrier": "tree",
 }  # fmt: skip
 _SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops counts more than the bytes
 
 
-def bad_machine(message: str, hint: str = "") -> UsageError:
+def make_machine_error(message: str, hint: str = "") -> UsageError:
     """The error for a machine that cannot be."""
     return UsageError(message, slug="bad-machine", hint=hint)
 
@@ -96,17 +96,21 @@ class Dimension:
         numbers = [self.bandwidth, self.latency, self.oversubscription]
         numbers += [value for wire in self.links for value in wire[2:] if value is not None]
         if not all(map(math.isfinite, numbers)):
-            raise bad_machine("bandwidth and latency are finite numbers")
+            raise make_machine_error("bandwidth and latency are finite numbers")
         for key, owners in (("shape", SHAPED), ("radix", ("fat-tree",)), ("links", ("links",))):
             if getattr(self, key) and self.topology not in owners:
-                raise bad_machine(f"`{key}` belongs to {' and '.join(owners)}, not to the topology {self.topology}")
+                raise make_machine_error(
+                    f"`{key}` belongs to {' and '.join(owners)}, not to the topology {self.topology}"
+                )
             if not getattr(self, key) and self.topology in owners:
-                raise bad_machine(f"the topology {self.topology} needs `{key}`")
+                raise make_machine_error(f"the topology {self.topology} needs `{key}`")
         if self.oversubscription != 1 and self.topology != "fat-tree":
-            raise bad_machine(f"`oversubscription` belongs to a fat-tree, not to the topology {self.topology}")
+            raise make_machine_error(f"`oversubscription` belongs to a fat-tree, not to the topology {self.topology}")
         if self.topology in SHAPED and math.prod(self.shape) != self.size:
             product = " x ".join(map(str, self.shape))
-            raise bad_machine(f"the shape {product} has {math.prod(self.shape)} members, the size is {self.size}")
+            raise make_machine_error(
+                f"the shape {product} has {math.prod(self.shape)} members, the size is {self.size}"
+            )
         self._check_wires()
 
     @property
@@ -128,16 +132,16 @@ class Dimension:
         for wire in self.links:
             first, second = wire[:2]
             if first == second:
-                raise bad_machine(f"the link [{first}, {second}] joins {first} with itself")
+                raise make_machine_error(f"the link [{first}, {second}] joins {first} with itself")
             if frozenset(wire[:2]) in pairs:
                 hint = "give one link with the bandwidth of both"
-                raise bad_machine(f"the link [{first}, {second}] stands twice", hint)
+                raise make_machine_error(f"the link [{first}, {second}] stands twice", hint)
             pairs.add(frozenset(wire[:2]))
             roots = sorted((root_of(first), root_of(second)))
             root.update(dict.fromkeys((first, second, *roots), roots[0]))
         for member in range(self.size if self.links else 0):
             if root_of(member) != root_of(0):
-                raise bad_machine(f"no links lead from member 0 to member {member}")
+                raise make_machine_error(f"no links lead from member 0 to member {member}")
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Nic:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.bandwidth):
-            raise bad_machine("bandwidth is a finite number")
+            raise make_machine_error("bandwidth is a finite number")
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ class AlgorithmRule:
         if kind not in KINDS_OF[self.use]:
             able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
             hint = f"{', '.join(able)} can do it" if able else "a send is one message"
-            raise bad_machine(f"there is no {self.use} algorithm for {self.collective}", hint)
+            raise make_machine_error(f"there is no {self.use} algorithm for {self.collective}", hint)
 
 
 @dataclass(frozen=True)
@@ -195,9 +199,9 @@ class SpeedFactor:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.device) or not math.isfinite(self.network):
-            raise bad_machine("speed factors are finite numbers")
+            raise make_machine_error("speed factors are finite numbers")
         if not self.ranks:
-            raise bad_machine("`ranks` names no rank")
+            raise make_machine_error("`ranks` names no rank")
 
 
 @dataclass(frozen=True)
@@ -233,9 +237,9 @@ class MeasuredTransfer:
     def __post_init__(self) -> None:
         residuals = self.residual_p10, self.residual_p50, self.residual_p90
         if not all(map(math.isfinite, (self.alpha_ns, self.bandwidth or 1.0, *residuals))):
-            raise bad_machine("numbers of a transfer are finite")
+            raise make_machine_error("numbers of a transfer are finite")
         if self.from_bytes > self.to_bytes:
-            raise bad_machine(f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}")
+            raise make_machine_error(f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}")
 
     @property
     def group(self) -> tuple[str, str, int]:
@@ -253,7 +257,7 @@ class MeasuredTransfer:
         """
         ranks = self.ranks if ranks is None else ranks
         steps = (ranks - 1) / (self.ranks - 1) if self.ranks > 1 else 1.0
-        on_bus = size_bytes * bus_factor(self.collective, ranks)
+        on_bus = size_bytes * compute_bus_factor(self.collective, ranks)
         return self.alpha_ns * steps + (on_bus / self.bandwidth if self.bandwidth else 0.0)
 
 
@@ -303,29 +307,31 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not self.dimensions and (self.device is None or self.nic is not None):
-            raise bad_machine("a machine needs at least one `[[network]]`", "one rank alone needs a `[device]`")
-        if self.ranks > MOST_RANKS:
-            raise bad_machine(f"the machine has {self.ranks:,} ranks, more than {MOST_RANKS:,}")
-        if sum(self.ranks // part.size * part.link_count for part in self.dimensions) > MOST_LINKS:
-            raise bad_machine(f"the network has more than {MOST_LINKS:,} links", "a switch has fewest")
+            raise make_machine_error("a machine needs at least one `[[network]]`", "one rank alone needs a `[device]`")
+        if self.ranks > MAX_RANKS:
+            raise make_machine_error(f"the machine has {self.ranks:,} ranks, more than {MAX_RANKS:,}")
+        if sum(self.ranks // part.size * part.link_count for part in self.dimensions) > MAX_LINKS:
+            raise make_machine_error(f"the network has more than {MAX_LINKS:,} links", "a switch has fewest")
         if self.dimensions and self.dimensions[0].shared:
-            raise bad_machine("the innermost dimension cannot be `shared`: nothing is inside its members")
+            raise make_machine_error("the innermost dimension cannot be `shared`: nothing is inside its members")
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
-            raise bad_machine(f"expected the price to be a number of at least 0, got {self.price_per_hour}")
+            raise make_machine_error(f"expected the price to be a number of at least 0, got {self.price_per_hour}")
         if self.order and sorted(self.order) != list(range(self.ranks)):
-            raise bad_machine(
+            raise make_machine_error(
                 f"the order of the ranks has not each of 0 to {self.ranks - 1} once",
                 "give one rank for each place, or no order",
             )
         if self.per_host is not None and (self.per_host < 1 or self.ranks % self.per_host):
-            raise bad_machine(f"{self.ranks} ranks are no number of hosts of {self.per_host}")
+            raise make_machine_error(f"{self.ranks} ranks are no number of hosts of {self.per_host}")
         for factor in self.slow:
             if max(factor.ranks) >= self.ranks:
-                raise bad_machine(f"`slow` names rank {max(factor.ranks)}, the machine has ranks 0 to {self.ranks - 1}")
+                raise make_machine_error(
+                    f"`slow` names rank {max(factor.ranks)}, the machine has ranks 0 to {self.ranks - 1}"
+                )
         measured = sorted(self.transfers, key=lambda transfer: (*transfer.group, transfer.from_bytes))
         for first, second in pairwise(measured):
             if first.group == second.group and second.from_bytes <= first.to_bytes:
-                raise bad_machine(
+                raise make_machine_error(
                     f"two transfers of {first.collective} {first.span} {first.ranks} ranks overlap at "
                     f"{second.from_bytes:,} bytes"
                 )
@@ -373,10 +379,10 @@ class Machine:
         """The same of its links."""
         return self._speeds("network")
 
-    def _speeds(self, what: Literal["device", "network"]) -> Floats:
+    def _speeds(self, part: Literal["device", "network"]) -> Floats:
         speeds = np.ones(self.ranks)
         for factor in self.slow:
-            speeds[list(factor.ranks)] *= getattr(factor, what)
+            speeds[list(factor.ranks)] *= getattr(factor, part)
         return speeds
 
     def algorithm(self, collective: str, size_bytes: int, ranks: int) -> Algorithm:
@@ -390,13 +396,13 @@ class Machine:
         Raises:
             UsageError: slug `no-such-schedule`: the algorithm needs a power of two.
         """
-        usual = _USUAL.get(collective, "ring")
+        default = _DEFAULT_ALGORITHMS.get(collective, "ring")
         if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE:
-            usual = "double-tree"
+            default = "double-tree"
         rules = (rule for rule in self.algorithms if rule.collective == collective)
-        use = next((rule.use for rule in rules if rule.below is None or size_bytes < rule.below), usual)
+        use = next((rule.use for rule in rules if rule.below is None or size_bytes < rule.below), default)
         if use == "halving-doubling":
-            power_of_two(ranks, use)
+            compute_log2(ranks, use)
         return use
 
     def transfer(self, collective: str, members: Sequence[int] | Ints, size_bytes: int) -> MeasuredTransfer | None:
@@ -417,13 +423,15 @@ class Machine:
         Where no group of its size was measured, the one nearest in size stands for it; other spans never do.
         """
         alike = [transfer for transfer in self.transfers if transfer.collective == collective]
-        inside = [transfer for transfer in alike if transfer.span == span]
-        if not inside:
+        in_span = [transfer for transfer in alike if transfer.span == span]
+        if not in_span:
             return MeasuredTime(None, ("span",) if alike else ("kind",) if self.transfers else ())
-        near = min({transfer.ranks for transfer in inside}, key=lambda count: (abs(math.log(count / ranks)), count))
-        group = [transfer for transfer in inside if transfer.ranks == near]
+        nearest_ranks = min(
+            {transfer.ranks for transfer in in_span}, key=lambda count: (abs(math.log(count / ranks)), count)
+        )
+        group = [transfer for transfer in in_span if transfer.ranks == nearest_ranks]
         nearest = min(group, key=lambda transfer: transfer.outside(size_bytes))
-        flags = ("group",) * (near != ranks) + ("size",) * (nearest.outside(size_bytes) > 0)
+        flags = ("group",) * (nearest_ranks != ranks) + ("size",) * (nearest.outside(size_bytes) > 0)
         return MeasuredTime(nearest.time_ns(size_bytes, ranks), flags)
 
     def for_ranks(self, ranks: int) -> Machine:
@@ -437,13 +445,13 @@ class Machine:
         if not self.dimensions:
             raise self._other_size(ranks, "measure or describe its network")
         sizes = []
-        rest = ranks
+        remaining = ranks
         for dimension in self.dimensions[:-1]:
-            if rest % dimension.size and rest > dimension.size:
+            if remaining % dimension.size and remaining > dimension.size:
                 raise self._other_size(ranks, f"a multiple of {dimension.size} fits")
-            sizes.append(min(rest, dimension.size))
-            rest //= sizes[-1]
-        sizes.append(rest)
+            sizes.append(min(remaining, dimension.size))
+            remaining //= sizes[-1]
+        sizes.append(remaining)
         for dimension, size in zip(self.dimensions, sizes, strict=True):
             if dimension.size != size and dimension.topology in (*SHAPED, "links"):
                 raise self._other_size(ranks, f"the size of the {dimension.topology} is its own: write another machine")

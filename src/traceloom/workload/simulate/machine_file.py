@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from traceloom.analyze.placed_calls import Peak, find, peak_of
+from traceloom.analyze.placed_calls import Peak, find, parse_peak
 from traceloom.errors import InputError, UsageError, nearest, other_version, unreadable
-from traceloom.system.files import note_input, read_small
-from traceloom.system.text import json_line
+from traceloom.system.files import read_small, remember_input
+from traceloom.system.text import encode_json
 from traceloom.workload.simulate.machine import (
     Algorithm,
     AlgorithmRule,
@@ -38,7 +38,7 @@ else:  # pragma: no cover - the tests run on newer ones
 
 FORMAT = "traceloom-machine"
 VERSION = 1
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 _PRESETS = files("traceloom.workload.simulate") / "presets"
 
 
@@ -55,8 +55,8 @@ class _DeviceTable:
 
     def peak(self) -> Peak:
         if self.peaks is None:
-            return peak_of(self.name)
-        peak = peak_of(self.peaks)
+            return parse_peak(self.name)
+        peak = parse_peak(self.peaks)
         return Peak(self.name or peak.name, peak.flops, peak.memory)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "use": get_args(Algorithm), "span": get_args(Span), "of": ("outer", "all"),
 }  # fmt: skip
 
-_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "array": "a list", "object": "a table"}
+_TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "a text", "array": "a list", "object": "a table"}
 
 
 def presets() -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
         UsageError: slugs `no-such-machine`, `bad-override`.
     """
     if str(path) in presets() and not Path(path).exists():
-        content, where = (_PRESETS / f"{path}.toml").read_bytes(), str(path)
+        content, location = (_PRESETS / f"{path}.toml").read_bytes(), str(path)
     else:
         if not Path(path).exists() and Path(path).suffix != ".toml":
             raise UsageError(
@@ -138,21 +138,21 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
                 hint=nearest(str(path), presets()) + f"the presets are {', '.join(presets())}",
             )
         try:
-            content, where = read_small(path, MOST_BYTES), str(path)
+            content, location = read_small(path, MAX_BYTES), str(path)
         except OSError as error:
             raise unreadable(path, error) from error
-        note_input(path)
+        remember_input(path)
     try:
         document = tomllib.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"the machine is no TOML: {error}", slug="bad-machine", where=where) from error
+        raise InputError(f"the machine is no TOML: {error}", slug="bad-machine", where=location) from error
     version = document.get("version", VERSION)
     if isinstance(version, int) and version != VERSION:
-        raise other_version("machine", version, VERSION, where)
-    return changed(machine_of(document, where), overrides)
+        raise other_version("machine", version, VERSION, location)
+    return apply_overrides(build_machine(document, location), overrides)
 
 
-def changed(machine: Machine, overrides: Iterable[str]) -> Machine:
+def apply_overrides(machine: Machine, overrides: Iterable[str]) -> Machine:
     """The machine with the values of `--set`.
 
     Args:
@@ -166,23 +166,25 @@ def changed(machine: Machine, overrides: Iterable[str]) -> Machine:
     overrides = tuple(overrides)
     if not overrides:
         return machine
-    document = machine_document(machine)
+    document = build_document(machine)
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path.strip():
-            raise _bad_override(f"expected PATH=VALUE, got `{override}`", "write for example network.0.bandwidth=100")
+            raise _make_override_error(
+                f"expected PATH=VALUE, got `{override}`", "write for example network.0.bandwidth=100"
+            )
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except (tomllib.TOMLDecodeError, RecursionError):
             value = text.strip()  # a word needs no quotes
         _set(document, path.strip().split("."), value, override)
     try:
-        return machine_of(document, f"--set {' '.join(overrides)}")
+        return build_machine(document, f"--set {' '.join(overrides)}")
     except InputError as error:
         raise UsageError(error.message, slug="bad-override", where=error.where, hint=error.hint) from error
 
 
-def _bad_override(message: str, hint: str) -> UsageError:
+def _make_override_error(message: str, hint: str) -> UsageError:
     return UsageError(message, slug="bad-override", hint=hint)
 
 
@@ -196,58 +198,60 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
             if index >= len(table):
                 path = ".".join(keys[:depth])
                 entries = f"{len(table)} entries" if len(table) != 1 else "1 entry"
-                raise _bad_override(f"`{path}` has no `{key}` in `{override}`", f"it has {entries}, counted from 0")
+                raise _make_override_error(
+                    f"`{path}` has no `{key}` in `{override}`", f"it has {entries}, counted from 0"
+                )
             table = table[index]
         elif depth == 0 and key not in _TABLES:
             hint = nearest(key, _TABLES) + f"the tables are {', '.join(_TABLES)}"
-            raise _bad_override(f"a machine has no table `{key}` in `{override}`", hint)
+            raise _make_override_error(f"a machine has no table `{key}` in `{override}`", hint)
         elif isinstance(table, dict):
             table = table.setdefault(key, [] if key in _LISTS else {})
     if not isinstance(table, dict):
-        raise _bad_override(f"`{override}` names no key", "write for example network.0.bandwidth=100")
+        raise _make_override_error(f"`{override}` names no key", "write for example network.0.bandwidth=100")
     table[keys[-1]] = value
 
 
-def machine_of(document: dict[str, Any], where: str) -> Machine:
+def build_machine(document: dict[str, Any], location: str) -> Machine:
     """The machine that a document describes.
 
     Raises:
         InputError: slug `bad-machine`.
     """
     try:
-        for path, table, kind in _tables(document):
+        for path, table, kind in _iterate_tables(document):
             names = [field.name for field in fields(kind)]
             unknown = next((key for key in table if key not in names), None)
             if unknown is not None:
                 hint = nearest(unknown, names) + f"{path or 'a machine'} has {', '.join(names)}"
                 raise InputError(
-                    f"`{unknown}` is no key of {path or 'a machine'}", slug="bad-machine", where=where, hint=hint
+                    f"`{unknown}` is no key of {path or 'a machine'}", slug="bad-machine", where=location, hint=hint
                 )
         return msgspec.convert(document, _MachineDocument).machine()
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         path = path.rstrip("`").lstrip(".")
-        value, hint = _value_at(document, path), ""
+        value, hint = _get_value(document, path), ""
         key = path.rpartition(".")[2]
         if message.startswith("Invalid enum value"):
             hint = nearest(str(value), map(str, _CHOICES[key]))
             message = f"expected one of {', '.join(map(str, _CHOICES[key]))}, got {value!r}"
         elif message.startswith("Expected"):
             expected = message.partition(", got")[0]
-            for name, words in _WORDS.items():
-                expected = expected.replace(f"`{name}`", words)
+            for name, type_text in _TYPE_NAMES.items():
+                expected = expected.replace(f"`{name}`", type_text)
             message = f"{expected}, got {value!r}"
         elif message.startswith("Object missing"):
             message = message.replace("Object missing required field", "there is no key", 1)
         message = message[:1].lower() + message[1:]
         raise InputError(
-            message, slug="bad-machine", where=", ".join(filter(None, (where, path))), hint=hint
+            message, slug="bad-machine", where=", ".join(filter(None, (location, path))), hint=hint
         ) from error
     except UsageError as error:
-        raise InputError(error.message, slug="bad-machine", where=where, hint=error.hint) from error
+        raise InputError(error.message, slug="bad-machine", where=location, hint=error.hint) from error
 
 
-def _value_at(document: Any, path: str) -> Any:
+def _get_value(document: Any, path: str) -> Any:
     """The value at a path such as `network[0].size`; None where the path leads nowhere."""
     value = document
     for key in re.findall(r"[^.\[\]]+", path):
@@ -258,7 +262,7 @@ def _value_at(document: Any, path: str) -> Any:
     return value
 
 
-def _tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type]]:
+def _iterate_tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type]]:
     """Each table of a document with its path and what it should hold."""
     yield "", document, _MachineDocument
     for key, kind in _TABLES.items():
@@ -269,10 +273,10 @@ def _tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], typ
             yield from ((f"`{key}[{n}]`", entry, kind) for n, entry in enumerate(value) if isinstance(entry, dict))
 
 
-def machine_document(machine: Machine) -> dict[str, Any]:
+def build_document(machine: Machine) -> dict[str, Any]:
     """The machine as the tables of its file; what is as by default is left out."""
     device = machine.device
-    named = device is not None and find(device.name) == device
+    is_known = device is not None and find(device.name) == device
     ranks = {"order": list(machine.order), "per_host": machine.per_host}
     document = {
         "format": FORMAT,
@@ -280,21 +284,21 @@ def machine_document(machine: Machine) -> dict[str, Any]:
         "name": machine.name,
         "source": machine.source,
         "price_per_hour": machine.price_per_hour,
-        "network": [_table(dimension) for dimension in machine.dimensions],
-        "nic": machine.nic and _table(machine.nic),
+        "network": [_build_table(dimension) for dimension in machine.dimensions],
+        "nic": machine.nic and _build_table(machine.nic),
         "ranks": {key: value for key, value in ranks.items() if value},
-        "algorithm": [_table(rule) for rule in machine.algorithms],
+        "algorithm": [_build_table(rule) for rule in machine.algorithms],
         "device": device and {"name": device.name},
-        "slow": [_table(factor) for factor in machine.slow],
-        "transfer": [_table(transfer) for transfer in machine.transfers],
+        "slow": [_build_table(factor) for factor in machine.slow],
+        "transfer": [_build_table(transfer) for transfer in machine.transfers],
     }
-    if device is not None and not named:
+    if device is not None and not is_known:
         memory = {} if device.memory is None else {"memory": device.memory}
         document["device"] = {"name": device.name, "peaks": {**device.flops, **memory}}
     return {key: value for key, value in document.items() if value not in (None, "", [], {})}
 
 
-def _table(part: Any) -> dict[str, Any]:
+def _build_table(part: Any) -> dict[str, Any]:
     """The fields of a part that are not as by default."""
     values = {
         field.name: getattr(part, field.name) for field in fields(part) if getattr(part, field.name) != field.default
@@ -304,29 +308,29 @@ def _table(part: Any) -> dict[str, Any]:
 
 def machine_text(machine: Machine) -> str:
     """The machine as the text of a `machine.toml`."""
-    document = machine_document(machine)
+    document = build_document(machine)
     for table, dimension in zip(document.get("network", ()), machine.dimensions, strict=True):
         if dimension.links:  # a list of TOML has no gaps: where only the latency is a link's own, both are written
             table["links"] = [
                 wire._replace(bandwidth=dimension.bandwidth) if wire[2] is None and wire[3] is not None else wire
                 for wire in dimension.links
             ]
-    lines = [f"{key} = {_toml(value)}" for key, value in document.items() if key not in _TABLES]
+    lines = [f"{key} = {_format_toml(value)}" for key, value in document.items() if key not in _TABLES]
     for key, value in document.items():
         for table in value if isinstance(value, list) else [value] if key in _TABLES else []:
             lines += ["", f"[[{key}]]" if isinstance(value, list) else f"[{key}]"]
-            lines += [f"{name} = {_toml(inner)}" for name, inner in table.items()]
+            lines += [f"{name} = {_format_toml(inner)}" for name, inner in table.items()]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     """One value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return json_line(value).decode().replace("\x7f", "\\u007f")  # JSON's texts are TOML's, but for DEL
+        return encode_json(value).decode().replace("\x7f", "\\u007f")  # JSON's texts are TOML's, but for DEL
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    return "[" + ", ".join(map(_toml, (inner for inner in value if inner is not None))) + "]"
+        return "{ " + ", ".join(f"{key} = {_format_toml(inner)}" for key, inner in value.items()) + " }"
+    return "[" + ", ".join(map(_format_toml, (inner for inner in value if inner is not None))) + "]"

@@ -20,14 +20,19 @@ from traceloom.graph.graph import Graph
 from traceloom.system import units
 from traceloom.trace.notice import Notice
 from traceloom.workload.simulate.device import DeviceChange, rescale
-from traceloom.workload.simulate.evaluation import course, plan_of
+from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
 from traceloom.workload.simulate.inputs import AnyWorkload, SimulationInput, open_input
 from traceloom.workload.simulate.machine import Machine
-from traceloom.workload.simulate.machine_file import changed, presets, read_machine
-from traceloom.workload.simulate.result import Simulation, answer
-from traceloom.workload.simulate.transfers import operations, transfer_notices, transfers_ns, transfers_on
+from traceloom.workload.simulate.machine_file import apply_overrides, presets, read_machine
+from traceloom.workload.simulate.result import Simulation, assemble_simulation
+from traceloom.workload.simulate.transfers import (
+    compute_recorded_transfers,
+    compute_transfers,
+    find_operations,
+    list_transfer_notices,
+)
 
-Say = Callable[[str], None]
+StatusCallback = Callable[[str], None]
 
 
 def run(
@@ -42,7 +47,7 @@ def run(
     only: str | None = None,
     step: int | None = None,
     cache: bool = True,
-    progress: Say | None = None,
+    progress: StatusCallback | None = None,
 ) -> Simulation:
     """Simulate a workload on a machine.
 
@@ -71,65 +76,67 @@ def run(
     """
     if overrides and machine is None:
         raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
-    say: Say = progress or (lambda _: None)
-    say("reading")
+    on_status: StatusCallback = progress or (lambda _: None)
+    on_status("reading")
     source = open_input(workload, groups=groups, only=only, step=step, cache=cache)
-    say("evaluating")
-    plan = plan_of(source.graph)
-    checked = _identity(source, plan)
-    before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
-    there = None if machine is None else _Target.of(machine, overrides, source.graph)
-    cases = on_device(source, there.machine if there else None, device, host_factor, recorded_device)
+    on_status("evaluating")
+    plan = build_plan(source.graph)
+    checked = _compare_with_recording(source, plan)
+    before = evaluate_on_network(source.graph, find_operations(source.graph), plan=plan, serial=source.serial)
+    target = None if machine is None else _Target.of(machine, overrides, source.graph)
+    cases = build_device_cases(source, target.machine if target else None, device, host_factor, recorded_device)
     courses = []
     for graph in cases.graphs:
-        of = operations(graph)
+        operations = find_operations(graph)
         transfers = None  # those that the workload has, if any
-        if there is not None and source.only != "compute":
-            transfers = transfers_on(there.machine, of.table, transfers_ns(graph, of), there.measured_on)
+        if target is not None and source.only != "compute":
+            transfers = compute_transfers(
+                target.machine, operations.table, compute_recorded_transfers(graph, operations), target.measured_on
+            )
         same = plan if plan.graph is graph else None
-        courses.append(course(graph, of, transfers, plan=same, serial=source.serial))
+        courses.append(evaluate_on_network(graph, operations, transfers, plan=same, serial=source.serial))
     after, *interval = courses
-    names = [there.name] if there else []
+    names = [target.name] if target else []
     names += [cases.account.device] if cases.account and device is not None else []
-    return answer(
+    return assemble_simulation(
         source.name,
         before,
         after,
-        operations(source.graph),
+        find_operations(source.graph),
         interval=interval,
         machine=" with ".join(names) or ("" if host_factor == 1 else "a host of another speed"),
         step=step,
         notices=(
             *source.graph.notices,
             *cases.notices,
-            *(transfer_notices(after.transfers.flags) if after.transfers else ()),
+            *(list_transfer_notices(after.transfers.flags) if after.transfers else ()),
         ),
         device=cases.account,
         **checked,
     )
 
 
-def _identity(source: SimulationInput, plan: Plan) -> dict[str, Any]:
+def _compare_with_recording(source: SimulationInput, plan: Plan) -> dict[str, Any]:
     """What simulating the workload on its own machine gives, and how far that is from what was measured."""
     if not source.measured:
-        words = (
+        identity_text = (
             "Nothing here was measured: the times follow from the durations in the files."
             if source.only is None
             else f"Nobody measured {source.only} alone: no time can come back."
         )
-        return {"measured_ns": None, "identity_ns": None, "identity_error": None, "identity": words}
-    kept = law(source.graph, plan)
-    simulated = kept.window_ns + kept.honest_error_ns
-    words = (
-        f"Simulated on the recorded machine, the measured {units.duration(kept.window_ns)} come back as "
-        f"{units.duration(simulated)} ({kept.honest_error * 100:+.2f} %)."
+        return {"measured_ns": None, "identity_ns": None, "identity_error": None, "identity": identity_text}
+    conservation = law(source.graph, plan)
+    simulated = conservation.window_ns + conservation.honest_error_ns
+    identity_text = (
+        f"Simulated on the recorded machine, the measured {units.format_duration(conservation.window_ns)} come back as "
+        f"{units.format_duration(simulated)} ({conservation.honest_error * 100:+.2f} %)."
     )
     return {
-        "measured_ns": kept.window_ns,
+        "measured_ns": conservation.window_ns,
         "identity_ns": simulated,
-        "identity_error": kept.honest_error,
-        "identity": words,
-        "trusted": kept.holds,
+        "identity_error": conservation.honest_error,
+        "identity": identity_text,
+        "trusted": conservation.holds,
     }
 
 
@@ -152,7 +159,7 @@ class _Target:
         else:
             unchanged = read_machine(machine)
             name = unchanged.name or str(machine)
-        described = changed(unchanged, overrides)
+        described = apply_overrides(unchanged, overrides)
         world = graph.job_ranks
         if isinstance(machine, str) and machine in presets() and not Path(machine).exists():
             host = math.prod(part.size for part in described.dimensions[:-1])
@@ -179,7 +186,7 @@ class DeviceCases:
     notices: tuple[Notice, ...] = field(default=())
 
 
-def on_device(
+def build_device_cases(
     source: SimulationInput, machine: Machine | None, device: str | None, host_factor: float, recorded: str | None
 ) -> DeviceCases:
     """The work of the ranks on other devices, and the slow ones of a machine.
@@ -195,21 +202,21 @@ def on_device(
         UsageError: As `rescale`.
     """
     cases = DeviceCases((source.graph,))
-    own = machine.device if machine and not source.serial else None
-    if device is not None or own is not None or host_factor != 1:
+    machine_device = machine.device if machine and not source.serial else None
+    if device is not None or machine_device is not None or host_factor != 1:
         notices: tuple[Notice, ...] = ()
         try:
             scaled = rescale(
                 source.graph,
                 source.session,
-                own if device is None else device,
+                machine_device if device is None else device,
                 host_factor=host_factor,
                 recorded=recorded,
             )
         except UsageError as error:
-            if device is not None or own is None or error.slug not in {"no-recorded-device", "bad-peak"}:
+            if device is not None or machine_device is None or error.slug not in {"no-recorded-device", "bad-peak"}:
                 raise
-            text = f"work of the device takes as long as recorded, not as on {own.name}: {error.message}"
+            text = f"work of the device takes as long as recorded, not as on {machine_device.name}: {error.message}"
             notices = (Notice("device-kept", "warning", text),)
             scaled = rescale(source.graph, source.session, None, host_factor=host_factor)
         cases = DeviceCases((scaled.graph, scaled.low, scaled.high), scaled.account, notices)
@@ -219,8 +226,10 @@ def on_device(
     for graph in cases.graphs:
         scenario = Scenario.of(graph).copy()
         rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
-        of_device = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
+        is_device_work = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
         speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
-        scenario.work_ns = np.where(of_device, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(np.int64)
+        scenario.work_ns = np.where(is_device_work, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(
+            np.int64
+        )
         slowed.append(changed_graph(graph, scenario, scenario.times(Plan(graph))))
     return replace(cases, graphs=tuple(slowed))

@@ -43,7 +43,7 @@ class Fabric(Protocol):
         """
 
 
-def fabric_of(dimension: Dimension) -> Fabric:
+def build_fabric(dimension: Dimension) -> Fabric:
     """The fabric of one group of a dimension."""
     if dimension.topology in SHAPED or dimension.topology == "ring":
         return Grid(dimension)
@@ -69,12 +69,12 @@ class Grid:
         exists = np.zeros(links, dtype=np.bool_)
         stride = 1
         for axis, length in enumerate(self.shape):
-            at = members // stride % length
+            coordinate = members // stride % length
             for way, step in enumerate((1, -1)):
-                target[axis, :, way] = members + ((at + step) % length - at) * stride
-                inside = (at + step >= 0) & (at + step < length)
+                target[axis, :, way] = members + ((coordinate + step) % length - coordinate) * stride
+                in_range = (coordinate + step >= 0) & (coordinate + step < length)
                 # Both ways round a ring of two are one link.
-                exists[axis, :, way] = inside if length == 2 or not self.closed else length > 1
+                exists[axis, :, way] = in_range if length == 2 or not self.closed else length > 1
                 if length == 2 and self.closed:
                     exists[axis, :, way] = way == 0
             stride *= length
@@ -96,8 +96,8 @@ class Grid:
             message = np.repeat(np.arange(source.size), hops)
             hop = np.arange(message.size) - np.repeat(np.cumsum(hops) - hops, hops)
             ahead = np.where(upwards, 1, -1)[message] * hop
-            at = position[message] + ((first[message] + ahead) % length - first[message]) * stride
-            links.append((axis * size + at) * 2 + ~upwards[message])
+            hop_position = position[message] + ((first[message] + ahead) % length - first[message]) * stride
+            links.append((axis * size + hop_position) * 2 + ~upwards[message])
             messages.append(message)
             position += (last - first) * stride
             stride *= length
@@ -129,11 +129,11 @@ class Switched:
         size = dimension.size
         self.size = size
         self.radix = dimension.radix or size
-        leaves = -(-size // self.radix) if size > self.radix else 0
+        leaf_count = -(-size // self.radix) if size > self.radix else 0
         members = np.arange(size)
         leaf = size + members // self.radix
-        trunks = np.arange(size, size + leaves)
-        spine = np.full(leaves, size + leaves)
+        trunks = np.arange(size, size + leaf_count)
+        spine = np.full(leaf_count, size + leaf_count)
         # Members to leaves, leaves to members, leaves to the spine, the spine to leaves.
         self.source = np.concatenate([members, leaf, trunks, spine])
         self.target = np.concatenate([leaf, members, spine, trunks])
@@ -145,8 +145,8 @@ class Switched:
     def ways(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
         """Up to the leaf, to the spine where the target is below another one, and down."""
         first, last = source // self.radix, target // self.radix
-        leaves = (self.source.size - 2 * self.size) // 2
-        links = np.stack([source, 2 * self.size + first, 2 * self.size + leaves + last, self.size + target], axis=1)
+        leaf_count = (self.source.size - 2 * self.size) // 2
+        links = np.stack([source, 2 * self.size + first, 2 * self.size + leaf_count + last, self.size + target], axis=1)
         used = np.ones(links.shape, dtype=np.bool_)
         used[:, 1:3] = (first != last)[:, None]
         return used.sum(axis=1), links[used]
@@ -157,12 +157,12 @@ class _Wired:
 
     def __init__(self, dimension: Dimension) -> None:
         wires = dimension.links
-        ends = np.array([(wire.first, wire.second, wire.second, wire.first) for wire in wires]).reshape(-1, 2)
-        self.source, self.target = ends[:, 0].copy(), ends[:, 1].copy()
+        endpoints = np.array([(wire.first, wire.second, wire.second, wire.first) for wire in wires]).reshape(-1, 2)
+        self.source, self.target = endpoints[:, 0].copy(), endpoints[:, 1].copy()
         self.exists = np.ones(self.source.size, dtype=np.bool_)
-        own = [(wire.bandwidth or dimension.bandwidth, wire.latency) for wire in wires]
-        self.bandwidth = np.repeat([bandwidth for bandwidth, _ in own], 2).astype(np.float64)
-        latency = [dimension.latency if value is None else value for _, value in own]
+        wire_rates = [(wire.bandwidth or dimension.bandwidth, wire.latency) for wire in wires]
+        self.bandwidth = np.repeat([bandwidth for bandwidth, _ in wire_rates], 2).astype(np.float64)
+        latency = [dimension.latency if value is None else value for _, value in wire_rates]
         self.latency = np.repeat(latency, 2).astype(np.float64)
         self._next: dict[int, Ints] = {}  # target -> the link that each node takes towards it
 
@@ -261,22 +261,22 @@ class MachineNetwork:
         speeds = machine.network_speeds()
         bandwidth, latency = [np.empty(0)], [np.empty(0)]
         first = 0
-        inside = 1
+        inner_size = 1
         for dimension in machine.dimensions:
-            fabric = fabric_of(dimension)
-            groups = machine.ranks // (dimension.size * (inside if dimension.shared else 1))
+            fabric = build_fabric(dimension)
+            groups = machine.ranks // (dimension.size * (inner_size if dimension.shared else 1))
             factors = np.ones((groups, fabric.source.size))
             if not dimension.shared:
-                places = self._places(inside, dimension.size, groups)
-                for ends in (fabric.source, fabric.target):
-                    member = ends < dimension.size
-                    at_place = speeds[_rank_at(machine, places[:, ends[member]])]
+                positions = self._places(inner_size, dimension.size, groups)
+                for endpoints in (fabric.source, fabric.target):
+                    member = endpoints < dimension.size
+                    at_place = speeds[_find_ranks(machine, positions[:, endpoints[member]])]
                     factors[:, member] = np.minimum(factors[:, member], at_place)
             self._fabrics.append((fabric, first, groups))
             bandwidth.append((factors * fabric.bandwidth).reshape(-1))
             latency.append(np.tile(fabric.latency, groups))
             first += groups * fabric.source.size
-            inside *= dimension.size
+            inner_size *= dimension.size
         self._cards = first  # of ranks outwards, then of ranks inwards
         if machine.nic is not None:
             bandwidth.append(np.tile(machine.nic.bandwidth * speeds, 2))
@@ -285,11 +285,11 @@ class MachineNetwork:
         self.latency = np.concatenate(latency)
 
     @staticmethod
-    def _places(inside: int, size: int, groups: int) -> Ints:
+    def _places(inner_size: int, size: int, groups: int) -> Ints:
         """The place of each member of each group of a dimension, shape (groups, size)."""
-        outer, inner = np.divmod(np.arange(groups), inside)
-        places: Ints = inner[:, None] + inside * (np.arange(size) + size * outer[:, None])
-        return places
+        outer, inner = np.divmod(np.arange(groups), inner_size)
+        positions: Ints = inner[:, None] + inner_size * (np.arange(size) + size * outer[:, None])
+        return positions
 
     def routes(self, source: Ints, target: Ints) -> Routes:
         """The links of messages from ranks to ranks.
@@ -298,24 +298,24 @@ class MachineNetwork:
             source: Ranks, shape (messages,).
             target: Ranks.
         """
-        places = self.machine.places
-        start, end = places[source], places[target]
+        positions = self.machine.places
+        start, end = positions[source], positions[target]
         messages = np.arange(source.size)
         parts: list[tuple[Ints, Ints]] = []
-        inside = 1
+        inner_size = 1
         for dimension, (fabric, first, _) in zip(self.machine.dimensions, self._fabrics, strict=True):
-            outside = inside * dimension.size
-            moved = np.flatnonzero(start // inside % dimension.size != end // inside % dimension.size)
+            outer_size = inner_size * dimension.size
+            moved = np.flatnonzero(start // inner_size % dimension.size != end // inner_size % dimension.size)
             if moved.size:
-                group = start[moved] // outside
+                group = start[moved] // outer_size
                 if not dimension.shared:
-                    group = group * inside + end[moved] % inside
+                    group = group * inner_size + end[moved] % inner_size
                 counts, links = fabric.ways(
-                    start[moved] // inside % dimension.size, end[moved] // inside % dimension.size
+                    start[moved] // inner_size % dimension.size, end[moved] // inner_size % dimension.size
                 )
                 base = first + group * fabric.source.size
                 parts.append((np.repeat(moved, counts), links + np.repeat(base, counts)))
-            inside = outside
+            inner_size = outer_size
         if self.machine.nic is not None:
             block = 1 if self.machine.nic.of == "all" else self.machine.dimensions[0].size
             outer = np.flatnonzero(start // block != end // block)
@@ -330,10 +330,10 @@ class MachineNetwork:
     def links(self) -> pl.DataFrame:
         """link, name, source, target, bandwidth (10^9 B/s), latency (ns); numbers without a link are left out."""
         frames = []
-        inside = 1
+        inner_size = 1
         for number, dimension in enumerate(self.machine.dimensions):
-            frames.append(self._links_of(number, dimension, inside))
-            inside *= dimension.size
+            frames.append(self._links_of(number, dimension, inner_size))
+            inner_size *= dimension.size
         if self.machine.nic is not None:
             rank = pl.Series(np.arange(self.machine.ranks))
             names = pl.select(rank=pl.format("rank {}", rank), card=pl.format("network card of rank {}", rank))
@@ -357,23 +357,25 @@ class MachineNetwork:
             latency=pl.Series(self.latency[links["link"].to_numpy()]),
         )
 
-    def _links_of(self, number: int, dimension: Dimension, inside: int) -> pl.DataFrame:
+    def _links_of(self, number: int, dimension: Dimension, inner_size: int) -> pl.DataFrame:
         """link, source, target of one dimension."""
         fabric, first, groups = self._fabrics[number]
         name = dimension.name or f"dimension {number}"
-        blocks = 1 if dimension.shared else inside
-        places = self._places(blocks, dimension.size, groups)
+        blocks = 1 if dimension.shared else inner_size
+        positions = self._places(blocks, dimension.size, groups)
         if dimension.shared:  # a member is a block of ranks
-            ranks = _rank_at(self.machine, places[..., None] * inside + np.arange(inside))
-            ends = pl.Series(ranks.min(axis=2).ravel()), pl.Series(ranks.max(axis=2).ravel())
-            words = "rank {}" if inside == 1 else "ranks {} to {}"
-            members = pl.select(pl.format(words, *ends[: words.count("{}")])).to_series()
+            ranks = _find_ranks(self.machine, positions[..., None] * inner_size + np.arange(inner_size))
+            rank_bounds = pl.Series(ranks.min(axis=2).ravel()), pl.Series(ranks.max(axis=2).ravel())
+            label_format = "rank {}" if inner_size == 1 else "ranks {} to {}"
+            members = pl.select(pl.format(label_format, *rank_bounds[: label_format.count("{}")])).to_series()
         else:
-            members = pl.select(pl.format("rank {}", pl.Series(_rank_at(self.machine, places).ravel()))).to_series()
+            members = pl.select(
+                pl.format("rank {}", pl.Series(_find_ranks(self.machine, positions).ravel()))
+            ).to_series()
 
-        def node(ends: Ints) -> pl.Series:
+        def node(endpoints: Ints) -> pl.Series:
             group = np.repeat(np.arange(groups), int(fabric.exists.sum()))
-            end = np.tile(ends[fabric.exists], groups)
+            end = np.tile(endpoints[fabric.exists], groups)
             member = end < dimension.size
             switch = pl.format("{} switch {}.{}", pl.lit(name), pl.Series(group), pl.Series(end - dimension.size))
             rank = members.gather(np.where(member, group * dimension.size + end, 0))
@@ -384,9 +386,9 @@ class MachineNetwork:
         return pl.DataFrame({"link": link, "source": node(fabric.source), "target": node(fabric.target)})
 
 
-def _rank_at(machine: Machine, places: Ints) -> Ints:
+def _find_ranks(machine: Machine, positions: Ints) -> Ints:
     """The ranks at places."""
-    return np.asarray(machine.order, dtype=np.int64)[places] if machine.order else places
+    return np.asarray(machine.order, dtype=np.int64)[positions] if machine.order else positions
 
 
 class LinkUse:
@@ -472,8 +474,8 @@ class _RoundOnLinks:
     def serve(self, start: Floats, free: Floats, use: LinkUse | None) -> Floats:
         """When the last byte of each message has left its narrowest link; `free` becomes when links are free again."""
         links = self.routes.links
-        begin = np.maximum(start[self.message], free[links])
-        end = self.shared_ends(begin) if self.shared else begin + self.own_ns
+        begin_ns = np.maximum(start[self.message], free[links])
+        end = self.shared_ends(begin_ns) if self.shared else begin_ns + self.own_ns
         np.maximum.at(free, links, end)
         sent = np.maximum(self.routes.over(np.maximum, end, -np.inf), start)
         if use is not None:
@@ -485,34 +487,34 @@ class _RoundOnLinks:
             np.add.at(use.waiting_ns, links[slowest[first]], waiting[message])
         return sent
 
-    def shared_ends(self, begin: Floats) -> Floats:
+    def shared_ends(self, begin_ns: Floats) -> Floats:
         """When each message has left each link, where several share one.
 
         Messages that overlap in time on a link share it, so all of them end when the link has served the last of them.
         """
         links = self.routes.links
         earliest = np.full(links.max() + 1, np.inf)
-        np.minimum.at(earliest, links, begin)
-        if (begin == earliest[links]).all():  # all at once: no need to sort
-            return begin + np.bincount(links, self.own_ns)[links]
-        order = np.lexsort((begin, links))
-        link, begin, own = links[order], begin[order], self.own_ns[order]
+        np.minimum.at(earliest, links, begin_ns)
+        if (begin_ns == earliest[links]).all():  # all at once: no need to sort
+            return begin_ns + np.bincount(links, self.own_ns)[links]
+        order = np.lexsort((begin_ns, links))
+        link, begin_ns, work_ns = links[order], begin_ns[order], self.own_ns[order]
         first = np.ones(link.size, dtype=np.bool_)
         first[1:] = link[1:] != link[:-1]
         segment = np.cumsum(first) - 1
-        work = np.cumsum(own)
-        before = work - own
+        work = np.cumsum(work_ns)
+        before = work - work_ns
         # One after the other: the end of entry i is the latest, over all entries before, of its begin + the work since.
-        end = _running_max(begin - before, segment) + work
-        alone = first.copy()
-        alone[1:] |= begin[1:] >= end[:-1]
-        period = np.cumsum(alone) - 1
-        ends = np.empty(link.size)
-        ends[order] = np.maximum.reduceat(end, np.flatnonzero(alone))[period]
-        return ends
+        end = _compute_running_max(begin_ns - before, segment) + work
+        starts_period = first.copy()
+        starts_period[1:] |= begin_ns[1:] >= end[:-1]
+        period = np.cumsum(starts_period) - 1
+        end_ns = np.empty(link.size)
+        end_ns[order] = np.maximum.reduceat(end, np.flatnonzero(starts_period))[period]
+        return end_ns
 
 
-def _running_max(values: Floats, segment: Ints) -> Floats:
+def _compute_running_max(values: Floats, segment: Ints) -> Floats:
     """The largest value so far in each segment; segments are adjacent."""
     result = values.copy()
     step = 1

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.intervals import Spans, difference, merge, union
+from traceloom.analyze.intervals import Spans, merge_intervals, merge_spans, subtract_spans
 from traceloom.errors import broken
 from traceloom.graph import graph as gs
-from traceloom.graph.critical_path import Path, critical_path, parts
-from traceloom.graph.graph import Graph, point_times
+from traceloom.graph.critical_path import Path, find_critical_path, summarize_path
+from traceloom.graph.graph import Graph, get_point_times
 from traceloom.trace.array_types import Ints
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
-from traceloom.workload.simulate.evaluation import Course
-from traceloom.workload.simulate.transfers import Operations, transfers_ns
+from traceloom.workload.simulate.evaluation import Evaluation
+from traceloom.workload.simulate.transfers import Operations, compute_recorded_transfers
 
 if TYPE_CHECKING:
     from traceloom.workload.simulate.device import DeviceChange
@@ -31,20 +31,22 @@ if TYPE_CHECKING:
 Mode = Literal["native", "astra-sim"]
 
 _PARTS = ("compute_ns", "exposed_communication_ns", "memory_ns", "host_ns", "other_ns")
-RANKS = schema("rank before_ns end_ns compute_ns communication_ns exposed_communication_ns memory_ns host_ns other_ns")
-NODES = schema("node rank name kind start_ns end_ns before_start_ns before_end_ns")
-COLLECTIVES = schema(
+RANKS = build_schema(
+    "rank before_ns end_ns compute_ns communication_ns exposed_communication_ns memory_ns host_ns other_ns"
+)
+NODES = build_schema("node rank name kind start_ns end_ns before_start_ns before_end_ns")
+COLLECTIVES = build_schema(
     "instance kind group ranks bytes start_ns end_ns transfer_ns waiting_ns bandwidth algorithm flags before_ns",
     "card_ns",
     {"bandwidth": pl.Float64, "flags": pl.String},
 )
-LINKS = schema(
+LINKS = build_schema(
     "link name source target bytes busy_ns waiting_ns",
     {"link": pl.Int64, "source": pl.String, "target": pl.String},
 )
-LOAD = schema("link time_ns share", {"link": pl.Int64, "share": pl.Float64})
-PATH = schema("what kind before_ns after_ns")
-BECAME = schema("what kind rank name count time_ns")
+LOAD = build_schema("link time_ns share", {"link": pl.Int64, "share": pl.Float64})
+PATH = build_schema("what kind before_ns after_ns")
+BECAME = build_schema("what kind rank name count time_ns")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ _KINDS = {
 }
 
 
-def rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
+def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
     """The time of each rank from the beginning to the end of its last node, by what goes on.
 
     Args:
@@ -171,34 +173,39 @@ def rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
     end = np.zeros(ranks.size, dtype=np.int64)
     np.maximum.at(end, number, high)
     # The ranks one after the other on one line of time, so that one set of spans is that of all of them.
-    far = int(end.max(initial=0)) + 1
-    low, high = low + number * far, high + number * far
+    rank_offset = int(end.max(initial=0)) + 1
+    low, high = low + number * rank_offset, high + number * rank_offset
 
     def of_ranks(busy: Spans) -> Ints:
         total = np.zeros(ranks.size, dtype=np.int64)
-        np.add.at(total, busy.start // far, busy.end - busy.start)
+        np.add.at(total, busy.start // rank_offset, busy.end - busy.start)
         return total
 
     account = {"rank": ranks, "end_ns": end}
     before: list[Spans] = []
     for column, kinds in _KINDS.items():
-        chosen = np.isin(kind, [gs.NODE_KINDS.index(name) for name in kinds])
-        busy = union(low[chosen], high[chosen])
+        selected = np.isin(kind, [gs.NODE_KINDS.index(name) for name in kinds])
+        busy = merge_intervals(low[selected], high[selected])
         if column == "exposed_communication_ns":
             account["communication_ns"] = of_ranks(busy)
-        account[column] = of_ranks(difference(busy, merge(*before)) if before else busy)
+        account[column] = of_ranks(subtract_spans(busy, merge_spans(*before)) if before else busy)
         before.append(busy)
     account["other_ns"] = end - np.sum([account[column] for column in _KINDS], axis=0)
     columns = {name: RANKS[name] for name in RANKS if name != "before_ns"}
     return pl.DataFrame(account).pipe(cast_to_schema, columns)
 
 
-_MOST_LOADS = 32  # links whose load over time is kept
-_NOT_SHOWN = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
+_MAX_LOADS = 32  # links whose load over time is kept
+_HIDDEN_KINDS = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
 
 
-def answer(
-    name: str, before: Course, after: Course, of: Operations, interval: Sequence[Course] = (), **more: Any
+def assemble_simulation(
+    name: str,
+    before: Evaluation,
+    after: Evaluation,
+    operations: Operations,
+    interval: Sequence[Evaluation] = (),
+    **known_fields: Any,
 ) -> Simulation:
     """Put together what came of a simulation.
 
@@ -206,64 +213,64 @@ def answer(
         name: Of the workload.
         before: On the recorded machine.
         after: On the machine.
-        of: The communications of the workload.
+        operations: The communications of the workload.
         interval: With all that is uncertain as short, and as long, as it can be.
-        more: Fields of `Simulation` that are known already.
+        known_fields: Fields of `Simulation` that are known already.
 
     Raises:
         InvariantError: The answer breaks its own laws; see `Simulation.check`.
     """
-    times_before, times = point_times(before.graph), point_times(after.graph)
-    begin = int(times_before.min()) if times.size else 0
-    own_ends = rank_account(before.graph, begin).select("rank", before_ns="end_ns")
-    ranks = rank_account(after.graph, begin).join(own_ends, on="rank", maintain_order="left")
+    times_before, times = get_point_times(before.graph), get_point_times(after.graph)
+    begin_ns = int(times_before.min()) if times.size else 0
+    own_ends = build_rank_account(before.graph, begin_ns).select("rank", before_ns="end_ns")
+    ranks = build_rank_account(after.graph, begin_ns).join(own_ends, on="rank", maintain_order="left")
     nodes = after.graph.nodes.with_columns(
-        start_ns=pl.Series(times[0::2] - begin),
-        end_ns=pl.Series(times[1::2] - begin),
-        before_start_ns=pl.Series(times_before[0::2] - begin),
-        before_end_ns=pl.Series(times_before[1::2] - begin),
-    ).filter(~pl.col("kind").cast(pl.String).is_in(_NOT_SHOWN))
-    ends = [int(point_times(each.graph).max(initial=begin)) - begin for each in interval]
-    path, became = _paths(before.graph, after.graph, begin)
+        start_ns=pl.Series(times[0::2] - begin_ns),
+        end_ns=pl.Series(times[1::2] - begin_ns),
+        before_start_ns=pl.Series(times_before[0::2] - begin_ns),
+        before_end_ns=pl.Series(times_before[1::2] - begin_ns),
+    ).filter(~pl.col("kind").cast(pl.String).is_in(_HIDDEN_KINDS))
+    bound_ends = [int(get_point_times(bound.graph).max(initial=begin_ns)) - begin_ns for bound in interval]
+    path, became = _compare_paths(before.graph, after.graph, begin_ns)
     result = Simulation(
         mode="native",
         name=name,
-        before_ns=int(times_before.max()) - begin if times.size else 0,
-        after_ns=int(times.max()) - begin if times.size else 0,
-        low_ns=ends[0] if ends else None,
-        high_ns=ends[-1] if ends else None,
+        before_ns=int(times_before.max()) - begin_ns if times.size else 0,
+        after_ns=int(times.max()) - begin_ns if times.size else 0,
+        low_ns=bound_ends[0] if bound_ends else None,
+        high_ns=bound_ends[-1] if bound_ends else None,
         ranks=ranks.pipe(cast_to_schema, RANKS),
         nodes=nodes.pipe(cast_to_schema, NODES),
-        collectives=_collectives(before, after, of, begin),
-        links=(links := _links(after, of)),
-        load=_load(after, of, links, begin),
+        collectives=_build_collectives(before, after, operations, begin_ns),
+        links=(links := _build_links(after, operations)),
+        load=_load(after, operations, links, begin_ns),
         path=path,
         became_critical=became,
         graph=after.graph,
         recorded=before.graph,
-        **more,
+        **known_fields,
     )
     result.check()
     return result
 
 
-def _paths(before: Graph, after: Graph, begin: int) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _compare_paths(before: Graph, after: Graph, begin_ns: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """What both critical paths consist of, and what is on the second alone."""
     if not after.nodes.height:
         return PATH.to_frame(), BECAME.to_frame()
-    first, second = critical_path(before), critical_path(after)
+    first, second = find_critical_path(before), find_critical_path(after)
     consists = [
-        parts(graph, path, begin).select("what", "kind", pl.col("time_ns").alias(column))
+        summarize_path(graph, path, begin_ns).select("what", "kind", pl.col("time_ns").alias(column))
         for graph, path, column in ((before, first, "before_ns"), (after, second, "after_ns"))
     ]
     both = consists[0].join(consists[1], on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
     path = both.sort("after_ns", "before_ns", "what", "kind", descending=[True, True, False, False])
-    return path.pipe(cast_to_schema, PATH), _became(after, first, second)
+    return path.pipe(cast_to_schema, PATH), _find_new_critical(after, first, second)
 
 
-def _became(after: Graph, first: Path, second: Path) -> pl.DataFrame:
+def _find_new_critical(after: Graph, first: Path, second: Path) -> pl.DataFrame:
     """See `Simulation.became_critical`."""
-    about = after.nodes.select(pl.col("kind").cast(pl.String), "rank", "name")
+    node_facts = after.nodes.select(pl.col("kind").cast(pl.String), "rank", "name")
     # Edges between works that a lane did in turn are only there where it had to.
     edge_count = max(after.edges.height, int(first.edges.max(initial=-1)) + 1)
     old_nodes, old_edges = np.zeros(after.nodes.height, np.bool_), np.zeros(edge_count, np.bool_)
@@ -272,8 +279,8 @@ def _became(after: Graph, first: Path, second: Path) -> pl.DataFrame:
     edges = after.edges[new_edges]
     rows = pl.concat(
         [
-            about[new_nodes].with_columns(what=pl.lit("work"), time_ns=after.nodes["work_ns"].gather(new_nodes)),
-            about[edges["target"]].with_columns(
+            node_facts[new_nodes].with_columns(what=pl.lit("work"), time_ns=after.nodes["work_ns"].gather(new_nodes)),
+            node_facts[edges["target"]].with_columns(
                 edges["kind"].cast(pl.String), what=pl.lit("delay"), time_ns=edges["delay_ns"]
             ),
         ]
@@ -284,29 +291,33 @@ def _became(after: Graph, first: Path, second: Path) -> pl.DataFrame:
     return order.pipe(cast_to_schema, BECAME)
 
 
-def _collectives(before: Course, after: Course, of: Operations, begin: int) -> pl.DataFrame:
+def _build_collectives(before: Evaluation, after: Evaluation, operations: Operations, begin_ns: int) -> pl.DataFrame:
     """See `Simulation.collectives`."""
-    times = point_times(after.graph)
-    first, last, end = (np.zeros(len(of), dtype=np.int64) for _ in range(3))
+    times = get_point_times(after.graph)
+    first, last, end = (np.zeros(len(operations), dtype=np.int64) for _ in range(3))
     first[:] = np.iinfo(np.int64).max
-    starts, ends = times[2 * of.part], times[2 * of.part + 1]
-    np.minimum.at(first, of.of_part, starts)
-    np.maximum.at(end, of.of_part, ends)
-    last = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
+    starts, part_ends = times[2 * operations.part], times[2 * operations.part + 1]
+    np.minimum.at(first, operations.of_part, starts)
+    np.maximum.at(end, operations.of_part, part_ends)
+    last = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     transfer = end - last
-    asked = after.transfers
-    none: list[str | None] = [None] * len(of)
-    table = of.table.with_columns(
+    modelled = after.transfers
+    none: list[str | None] = [None] * len(operations)
+    table = operations.table.with_columns(
         ranks=pl.col("group_size"),
         bytes=pl.col("size_bytes"),
-        start_ns=pl.Series(first - begin),
-        end_ns=pl.Series(end - begin),
+        start_ns=pl.Series(first - begin_ns),
+        end_ns=pl.Series(end - begin_ns),
         transfer_ns=pl.Series(np.maximum(transfer, 0)),
         waiting_ns=pl.Series(np.maximum(last - first, 0)),
-        algorithm=pl.Series(none if asked is None else asked.algorithm, dtype=pl.String),
-        flags=pl.Series([""] * len(of) if asked is None else asked.flags, dtype=pl.String),
-        before_ns=pl.Series(transfers_ns(before.graph, of)),
-        card_ns=pl.Series(np.zeros(len(of), np.int64) if asked is None else np.where(asked.replaced, asked.card_ns, 0)),
+        algorithm=pl.Series(none if modelled is None else modelled.algorithm, dtype=pl.String),
+        flags=pl.Series([""] * len(operations) if modelled is None else modelled.flags, dtype=pl.String),
+        before_ns=pl.Series(compute_recorded_transfers(before.graph, operations)),
+        card_ns=pl.Series(
+            np.zeros(len(operations), np.int64)
+            if modelled is None
+            else np.where(modelled.replaced, modelled.card_ns, 0)
+        ),
     ).with_columns(
         bandwidth=pl.when(pl.col("transfer_ns") > 0).then(
             pl.col("bytes") * pl.col("bus_factor") / pl.col("transfer_ns")
@@ -315,36 +326,36 @@ def _collectives(before: Course, after: Course, of: Operations, begin: int) -> p
     return table.pipe(cast_to_schema, COLLECTIVES)
 
 
-def _links(after: Course, of: Operations) -> pl.DataFrame:
+def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
     """See `Simulation.links`."""
-    asked, bundles = after.transfers, after.bundles
-    if asked is None or bundles is None or not asked.share.height:
+    modelled, bundles = after.transfers, after.bundles
+    if modelled is None or bundles is None or not modelled.share.height:
         return LINKS.to_frame()
-    times = point_times(after.graph)
-    met = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
-    end = np.zeros(len(of), dtype=np.int64)
-    np.maximum.at(end, of.of_part, times[2 * of.part + 1])
-    of_class = np.where(asked.replaced, asked.of_class, -1)
-    row, bundle, _ = bundles.uses(of_class)
+    times = get_point_times(after.graph)
+    met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+    end = np.zeros(len(operations), dtype=np.int64)
+    np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
+    class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
+    row, bundle, _ = bundles.uses(class_by_operation)
     busy: Ints = np.zeros(bundles.count, dtype=np.int64)
     order = np.argsort(bundle, kind="stable")
     row, bounds = row[order], np.searchsorted(bundle[order], np.arange(bundles.count + 1)).tolist()
     for number, (low, high) in enumerate(pairwise(bounds)):
-        busy[number] = union(met[row[low:high]], end[row[low:high]]).total
-    count = np.bincount(of_class[of_class >= 0], minlength=bundles.first.size - 1)
+        busy[number] = merge_intervals(met[row[low:high]], end[row[low:high]]).total
+    count = np.bincount(class_by_operation[class_by_operation >= 0], minlength=bundles.first.size - 1)
     bytes_of = (
-        asked.share.with_columns(count=pl.Series(count).gather(asked.share["of_class"]))
+        modelled.share.with_columns(count=pl.Series(count).gather(modelled.share["of_class"]))
         .group_by("link")
         .agg((pl.col("bytes") * pl.col("count")).sum().alias("bytes"))
     )
-    of_bundle = pl.DataFrame(
+    bundle_rows = pl.DataFrame(
         {
             "link": bundles.link,
             "busy_ns": busy[bundles.of_link],
             "waiting_ns": np.rint(after.evaluated.waiting_ns).astype(np.int64)[bundles.of_link],
         }
     )
-    table = asked.links.join(bytes_of, on="link", how="left").join(of_bundle, on="link", how="left")
+    table = modelled.links.join(bytes_of, on="link", how="left").join(bundle_rows, on="link", how="left")
     return (
         table.with_columns(pl.col("bytes", "busy_ns", "waiting_ns").fill_null(0))
         .sort("link")
@@ -352,31 +363,31 @@ def _links(after: Course, of: Operations) -> pl.DataFrame:
     )
 
 
-def _load(after: Course, of: Operations, links: pl.DataFrame, begin: int) -> pl.DataFrame:
+def _load(after: Evaluation, operations: Operations, links: pl.DataFrame, begin_ns: int) -> pl.DataFrame:
     """See `Simulation.load`: transfers that share a full link count with what it gives them on the mean."""
-    asked, bundles = after.transfers, after.bundles
-    if asked is None or bundles is None or not links.height:
+    modelled, bundles = after.transfers, after.bundles
+    if modelled is None or bundles is None or not links.height:
         return LOAD.to_frame()
-    times = point_times(after.graph)
-    met = times[2 * of.table["meeting"].to_numpy().astype(np.int64)]
-    end = np.zeros(len(of), dtype=np.int64)
-    np.maximum.at(end, of.of_part, times[2 * of.part + 1])
-    stretched = np.clip(asked.time_ns / np.maximum(end - met, 1), 0.0, 1.0)  # by waiting for others
-    of_class = np.where(asked.replaced, asked.of_class, -1)
-    row, used, part = bundles.uses(of_class)
-    of_bundle = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
+    times = get_point_times(after.graph)
+    met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+    end = np.zeros(len(operations), dtype=np.int64)
+    np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
+    stretched = np.clip(modelled.time_ns / np.maximum(end - met, 1), 0.0, 1.0)  # by waiting for others
+    class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
+    row, used, part = bundles.uses(class_by_operation)
+    bundle_by_link = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
     steps: dict[int, pl.DataFrame] = {}
     frames = [LOAD.to_frame()]
-    for link in links.sort("busy_ns", "link", descending=[True, False])["link"].head(_MOST_LOADS).to_list():
-        bundle = of_bundle.get(link)
+    for link in links.sort("busy_ns", "link", descending=[True, False])["link"].head(_MAX_LOADS).to_list():
+        bundle = bundle_by_link.get(link)
         if bundle is None:
             continue
         if bundle not in steps:
-            inside = np.flatnonzero(used == bundle)
-            at, share = row[inside], part[inside] * stretched[row[inside]]
+            on_bundle = np.flatnonzero(used == bundle)
+            operation_rows, share = row[on_bundle], part[on_bundle] * stretched[row[on_bundle]]
             change = pl.DataFrame(
                 {
-                    "time_ns": np.concatenate([met[at], end[at]]) - begin,
+                    "time_ns": np.concatenate([met[operation_rows], end[operation_rows]]) - begin_ns,
                     "share": np.concatenate([share, -share]),
                 }
             )

@@ -25,36 +25,36 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.bandwidth import with_sizes
+from traceloom.analyze.bandwidth import add_sizes
 from traceloom.analyze.collectives import collectives_of
 from traceloom.analyze.groups import declared_groups, groups
 from traceloom.errors import UsageError
 from traceloom.graph.graph import Graph
 from traceloom.system import units
 from traceloom.trace.array_types import Floats
-from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.workload.simulate.machine import Machine
-from traceloom.workload.simulate.scale_draws import DrawnJob, Draws, Transferred, can_end_a_step
+from traceloom.workload.simulate.scale_draws import DrawnJob, MonteCarlo, TransferTimes, can_end_a_step
 from traceloom.workload.simulate.scale_replicas import (
     ALL,
     PAIRS,
-    DataAxis,
+    RankNumbering,
     Replica,
-    data_axis,
-    expanded,
-    replica_of,
-    variation_of,
+    expand_replica,
+    extract_replica,
+    find_rank_numbering,
+    measure_variation,
 )
-from traceloom.workload.simulate.transfers import transfer_notices, transfers_on
+from traceloom.workload.simulate.transfers import compute_transfers, list_transfer_notices
 
 DRAWS = 200
-_MOST_RANKS = 1 << 20
-_TRUSTED = 0.03  # error at the recorded size beyond which a difference means little
+_MAX_RANKS = 1 << 20
+_MAX_TRUSTED_ERROR = 0.03  # error at the recorded size beyond which a difference means little
 SHOWN_PERCENT = (0, 5, 10, 25, 50, 75, 90, 95, 100)
-QUANTILES = schema("percent time_ns", {"percent": pl.Int64})
-COLLECTIVES = schema(
+QUANTILES = build_schema("percent time_ns", {"percent": pl.Int64})
+COLLECTIVES = build_schema(
     "kind copies calls ranks_before ranks_after in_bytes_before in_bytes_after transfer_before_ns transfer_after_ns",
     "waiting_before_ns waiting_after_ns",
     {"copies": pl.Int64, "ranks_before": pl.Int64, "ranks_after": pl.Int64, "in_bytes_before": pl.Int64,
@@ -114,15 +114,15 @@ class Scaled(Result):
     @property
     def sentence(self) -> str:
         """The answer in words."""
-        spread = f" ({units.duration(self.p10_ns)} to {units.duration(self.p90_ns)} in 8 of 10 steps)"
+        spread = f" ({units.format_duration(self.p10_ns)} to {units.format_duration(self.p90_ns)} in 8 of 10 steps)"
         alike = self.after_ns - self.equal_ns
         text = (
-            f"A step of {units.count_of(self.ranks, 'rank')} takes {units.duration(self.after_ns)}"
+            f"A step of {units.format_quantity(self.ranks, 'rank')} takes {units.format_duration(self.after_ns)}"
             f"{spread if self.draws > 1 else ''}, "
-            f"{'measured ' if self.measured else ''}{units.duration(self.before_ns)} with {self.ranks_before}"
+            f"{'measured ' if self.measured else ''}{units.format_duration(self.before_ns)} with {self.ranks_before}"
         )
         if self.draws > 1 and alike > 0:
-            text += f"; {units.duration(alike)} of it because steps wait for the slowest rank"
+            text += f"; {units.format_duration(alike)} of it because steps wait for the slowest rank"
         return text + "."
 
 
@@ -153,16 +153,16 @@ class RecordedJob:
         measured: bool = True,
         notices: Sequence[Notice] = (),
     ) -> None:
-        self.axis = data_axis(graph, roles or {})
-        self.replica = replica_of(graph, self.axis, roles or {})
-        self.variation = variation_of(graph, self.replica, roles or {})
+        self.axis = find_rank_numbering(graph, roles or {})
+        self.replica = extract_replica(graph, self.axis, roles or {})
+        self.variation = measure_variation(graph, self.replica, roles or {})
         self.recorded = graph.nodes["rank"].drop_nulls().n_unique()
-        self.before_ns = int(np.median(_steps(measured_ends(graph))))
+        self.before_ns = int(np.median(_compute_step_times(find_step_ends(graph))))
         self.measured = measured
         self.notices = tuple(notices)
         self._varied, self._count, self._seed = varied, draws if varied else 1, seed
-        self._draws = Draws(self.replica, self.variation)
-        self._transfers = seen_transfers(self._draws, self.axis, seed)
+        self._draws = MonteCarlo(self.replica, self.variation)
+        self._transfers = estimate_transfers(self._draws, self.axis, seed)
         self._before: DrawnJob | None = None
 
     def at(
@@ -170,16 +170,16 @@ class RecordedJob:
     ) -> Scaled:
         """A step with so many ranks, or so many copies of the model; see `scale`."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
-        after = grown(self.replica, copies)
+        after = grow_meetings(self.replica, copies)
         transfer, flags = self.transfers(after, transfers)
         if self._before is None:
             self._before = self._run(self.axis.copies, self._transfers)
-        before, drawn = self._before, self._run(copies, transfer)
+        before, drawn_job = self._before, self._run(copies, transfer)
         equal = self._draws.run(copies, 1, self._seed, transfer, varied=False)
-        after_steps = _steps(drawn.ends_ns)
-        identity_ns = int(np.median(_steps(before.ends_ns)))
+        after_steps = _compute_step_times(drawn_job.ends_ns)
+        identity_ns = int(np.median(_compute_step_times(before.ends_ns)))
         p10, after_ns, p90 = (int(value) for value in np.percentile(after_steps, (10, 50, 90)))
-        shown = np.percentile(after_steps, SHOWN_PERCENT).astype(np.int64)
+        quantile_ns = np.percentile(after_steps, SHOWN_PERCENT).astype(np.int64)
         return Scaled(
             ranks_before=self.axis.world,
             ranks=copies * self.axis.positions,
@@ -190,18 +190,18 @@ class RecordedJob:
             measured=self.measured,
             identity_ns=identity_ns,
             identity_error=identity_ns / max(self.before_ns, 1) - 1,
-            equal_ns=int(np.median(_steps(equal.ends_ns))),
+            equal_ns=int(np.median(_compute_step_times(equal.ends_ns))),
             after_ns=after_ns,
             p10_ns=p10,
             p90_ns=p90,
-            quantiles=pl.DataFrame({"percent": SHOWN_PERCENT, "time_ns": shown}, schema=QUANTILES),
-            collectives=_collectives(self.replica, after, (self._transfers, transfer), (before, drawn)),
+            quantiles=pl.DataFrame({"percent": SHOWN_PERCENT, "time_ns": quantile_ns}, schema=QUANTILES),
+            collectives=_compare_collectives(self.replica, after, (self._transfers, transfer), (before, drawn_job)),
             draws=self._count,
             seed=self._seed,
             notices=(
                 *self.notices,
                 *self._notices(copies, identity_ns, network=transfers is not None),
-                *transfer_notices(flags),
+                *list_transfer_notices(flags),
             ),
         )
 
@@ -210,16 +210,16 @@ class RecordedJob:
     ) -> Graph:
         """The graph of all ranks of the scaled job, each with works of its own where anything varies: one draw."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
-        after = grown(self.replica, copies)
+        after = grow_meetings(self.replica, copies)
         transfer = self.transfers(after, transfers)[0].mean_ns
         seed = self._seed if self._varied else None
-        return expanded(self.replica, self.variation, after, copies, transfer_ns=transfer, seed=seed)
+        return expand_replica(self.replica, self.variation, after, copies, transfer_ns=transfer, seed=seed)
 
-    def transfers(self, after: pl.DataFrame, transfers: TransferModel | None) -> tuple[Transferred, list[str]]:
+    def transfers(self, after: pl.DataFrame, transfers: TransferModel | None) -> tuple[TransferTimes, list[str]]:
         """How long the meetings of a scaled job take, and what must be known of each; `after` is of `grown`."""
-        taken = self._transfers.mean_ns * bus_factors(self.replica.meetings, after)
-        taken, flags = (taken, [""] * after.height) if transfers is None else transfers(after, taken)
-        return replace(self._transfers, mean_ns=taken), flags
+        mean_ns = self._transfers.mean_ns * compute_bus_factors(self.replica.meetings, after)
+        mean_ns, flags = (mean_ns, [""] * after.height) if transfers is None else transfers(after, mean_ns)
+        return replace(self._transfers, mean_ns=mean_ns), flags
 
     def copies(self, *, ranks: int | None, data_parallel: int | None) -> int:
         """How many copies of the model are asked for.
@@ -230,29 +230,29 @@ class RecordedJob:
         if (ranks is None) == (data_parallel is None):
             raise UsageError("give either ranks or data_parallel", slug="cannot-scale", hint="as ranks=64")
         positions = self.axis.positions
-        copies, rest = divmod(ranks, positions) if ranks is not None else (data_parallel or 0, 0)
-        if rest or copies < 1:
+        copies, remainder = divmod(ranks, positions) if ranks is not None else (data_parallel or 0, 0)
+        if remainder or copies < 1:
             raise UsageError(
                 f"{ranks or 0} ranks are no whole number of copies of this job, each of which has {positions}",
                 slug="cannot-scale",
                 hint=f"ask for a multiple of {positions}",
             )
-        if copies * positions > _MOST_RANKS:
+        if copies * positions > _MAX_RANKS:
             raise UsageError(
-                f"{copies * positions:,} ranks are more than the {_MOST_RANKS:,} that can be drawn",
+                f"{copies * positions:,} ranks are more than the {_MAX_RANKS:,} that can be drawn",
                 slug="cannot-scale",
                 hint="ask for fewer",
             )
         return copies
 
-    def _run(self, copies: int, transfers: Transferred) -> DrawnJob:
+    def _run(self, copies: int, transfers: TransferTimes) -> DrawnJob:
         return self._draws.run(copies, self._count, self._seed, transfers, varied=self._varied)
 
     def _notices(self, copies: int, identity_ns: int, *, network: bool) -> tuple[Notice, ...]:
         """What the answer rests on."""
         notices = []
         error = identity_ns / max(self.before_ns, 1) - 1
-        if abs(error) > _TRUSTED:
+        if abs(error) > _MAX_TRUSTED_ERROR:
             text = f"at the recorded size the answer is off by {error * 100:+.1f} %: trust no difference below that"
             notices.append(Notice("scale-identity", "warning", text))
         if self._varied and len(self.variation.steps) < 2:
@@ -311,7 +311,7 @@ def scale(
     return job.at(ranks=ranks, data_parallel=data_parallel, transfers=transfers)
 
 
-def roles_of(session: Session) -> dict[str, str]:
+def find_roles(session: Session) -> dict[str, str]:
     """The role of each group of a recorded run by name; see `analyze.collective.groups`."""
     declared = pl.concat([declared_groups(trace) for trace in session.traces])
     world = max((trace.meta.world_size or 0 for trace in session.traces), default=0)
@@ -319,7 +319,7 @@ def roles_of(session: Session) -> dict[str, str]:
     return dict(table.select("group", pl.col("role").cast(pl.String)).drop_nulls().unique("group").rows())
 
 
-def grown(replica: Replica, copies: int) -> pl.DataFrame:
+def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
     """The meetings with so many copies: `members`, `in_bytes` and `out_bytes` of groups that hold all of them follow.
 
     `ranks` are those of one group that meets there (of the first copies), the sender of a message first.
@@ -339,7 +339,7 @@ def grown(replica: Replica, copies: int) -> pl.DataFrame:
     axis = replace(replica.axis, copies=copies, world=copies * replica.axis.positions)
     groups = replica.meetings.unique("key", maintain_order=True).select("key", "span", "kind", "positions")
     ranks = [
-        (key, [axis.rank(at, copy) for copy in range(copies if span == ALL else span) for at in positions])
+        (key, [axis.rank(position, copy) for copy in range(copies if span == ALL else span) for position in positions])
         for key, span, _, positions in groups.iter_rows()
     ]
     members = pl.DataFrame(ranks, {"key": pl.String, "ranks": pl.List(pl.Int64)}, orient="row")
@@ -352,7 +352,7 @@ def grown(replica: Replica, copies: int) -> pl.DataFrame:
     )
 
 
-def bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
+def compute_bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
     """How many times as long each meeting takes in a group of another size, by the bytes on the bus; (meetings,)."""
     on_bus = []
     for frame in (before, after):
@@ -365,7 +365,7 @@ def bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
     return factors
 
 
-def on_machine(machine: Machine) -> TransferModel:
+def make_transfer_model(machine: Machine) -> TransferModel:
     """Transfers by the network of a machine, each as if nothing else was on its links."""
 
     def model(after: pl.DataFrame, taken_ns: Floats) -> tuple[Floats, list[str]]:
@@ -376,9 +376,9 @@ def on_machine(machine: Machine) -> TransferModel:
             splits=pl.lit(None, pl.List(pl.Int64)),
         )  # fmt: skip
         alike = ["key", "kind", "in_bytes", "out_bytes"]
-        distinct = with_sizes(table.unique(alike, maintain_order=True))
+        distinct = add_sizes(table.unique(alike, maintain_order=True))
         recorded = distinct["recorded"].round().cast(pl.Int64).to_numpy()
-        priced = transfers_on(machine, distinct, recorded)
+        priced = compute_transfers(machine, distinct, recorded)
         distinct = distinct.select(
             *alike, priced=pl.Series(priced.time_ns), own=pl.Series(priced.replaced), flags=pl.Series(priced.flags)
         )
@@ -389,41 +389,44 @@ def on_machine(machine: Machine) -> TransferModel:
     return model
 
 
-def seen_transfers(job: Draws, axis: DataAxis, seed: int) -> Transferred:
+def estimate_transfers(job: MonteCarlo, axis: RankNumbering, seed: int) -> TransferTimes:
     """The transfers of the recorded job, without waits for ranks that were not recorded."""
     apparent, pool = job.variation.apparent_ns, job.variation.transfer_pool
-    drawn = job.run(axis.copies, DRAWS, seed + 1, Transferred(apparent, np.zeros_like(apparent)))
+    drawn_job = job.run(axis.copies, DRAWS, seed + 1, TransferTimes(apparent, np.zeros_like(apparent)))
     later = job.replica.meetings.select(
-        "key", "nth", excess=pl.Series(drawn.excess_ns), spread=pl.Series(drawn.excess_spread_ns)
+        "key", "nth", excess=pl.Series(drawn_job.excess_ns), spread=pl.Series(drawn_job.excess_spread_ns)
     )
-    usual = later.select(pl.col("excess", "spread").median().over("key", "nth"))
-    transfer = np.maximum(apparent - usual["excess"].to_numpy(), 0.0)
+    typical = later.select(pl.col("excess", "spread").median().over("key", "nth"))
+    transfer = np.maximum(apparent - typical["excess"].to_numpy(), 0.0)
     # What varies is the transfer and the wait; without the wait's share.
     varies = np.where(pool >= 0, np.append(job.variation.pools.std(axis=1), 0.0)[pool], 0.0) * apparent
-    own = np.sqrt(np.maximum(varies**2 - usual["spread"].to_numpy() ** 2, 0.0))
-    relative = np.divide(own, transfer, out=np.zeros_like(own), where=transfer > 0)
-    of_pool = np.divide(varies, apparent, out=np.ones_like(own), where=(varies > 0) & (apparent > 0))
-    return Transferred(transfer, relative / of_pool)
+    own_spread = np.sqrt(np.maximum(varies**2 - typical["spread"].to_numpy() ** 2, 0.0))
+    relative = np.divide(own_spread, transfer, out=np.zeros_like(own_spread), where=transfer > 0)
+    pool_spread = np.divide(varies, apparent, out=np.ones_like(own_spread), where=(varies > 0) & (apparent > 0))
+    return TransferTimes(transfer, relative / pool_spread)
 
 
-def measured_ends(graph: Graph) -> Floats:
+def find_step_ends(graph: Graph) -> Floats:
     """When the recorded ranks had ended each step, from the beginning of the window; shape (1, steps)."""
-    begin = pl.col("start_ns").min()
-    nodes = graph.nodes.with_columns(end=pl.col("start_ns") + pl.col("duration_ns") - begin)
+    begin_ns = pl.col("start_ns").min()
+    nodes = graph.nodes.with_columns(end=pl.col("start_ns") + pl.col("duration_ns") - begin_ns)
     works = nodes.filter(can_end_a_step(graph), pl.col("step") >= 0)
-    ends = works.group_by("step").agg(pl.col("end").max()).sort("step")["end"]
-    whole = ends if ends.len() else nodes.select(pl.col("end").max())["end"]
-    last: Floats = np.maximum.accumulate(whole.to_numpy()).astype(np.float64)
+    step_ends = works.group_by("step").agg(pl.col("end").max()).sort("step")["end"]
+    all_ends = step_ends if step_ends.len() else nodes.select(pl.col("end").max())["end"]
+    last: Floats = np.maximum.accumulate(all_ends.to_numpy()).astype(np.float64)
     return last[np.newaxis]
 
 
-def _steps(ends_ns: Floats) -> Floats:
+def _compute_step_times(ends_ns: Floats) -> Floats:
     """How long steps take from the end of the one before; the first only where there is no other."""
     return np.diff(ends_ns, axis=1) if ends_ns.shape[1] > 1 else ends_ns
 
 
-def _collectives(
-    replica: Replica, after: pl.DataFrame, transfers: tuple[Transferred, Transferred], drawn: tuple[DrawnJob, DrawnJob]
+def _compare_collectives(
+    replica: Replica,
+    after: pl.DataFrame,
+    transfers: tuple[TransferTimes, TransferTimes],
+    drawn_jobs: tuple[DrawnJob, DrawnJob],
 ) -> pl.DataFrame:
     """What becomes of the kinds of meetings."""
     steps = max(replica.meetings["step"].n_unique(), 1)
@@ -436,8 +439,8 @@ def _collectives(
         ranks_after=after["members"],
         transfer_before_ns=pl.Series(transfers[0].mean_ns),
         transfer_after_ns=pl.Series(transfers[1].mean_ns),
-        waiting_before_ns=pl.Series(drawn[0].waiting_ns),
-        waiting_after_ns=pl.Series(drawn[1].waiting_ns),
+        waiting_before_ns=pl.Series(drawn_jobs[0].waiting_ns),
+        waiting_after_ns=pl.Series(drawn_jobs[1].waiting_ns),
     )
     keys = ["kind", "copies", "ranks_before", "ranks_after", "in_bytes_before", "in_bytes_after"]
     table = rows.group_by(keys, maintain_order=True).agg(

@@ -17,12 +17,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.graph import graph as gs
-from traceloom.graph.graph import Graph, points, topological_order
+from traceloom.graph.graph import Graph, get_edge_points, sort_topologically
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
 
-_TOGETHER = 8_192  # times of a point that are worked on at once: what is in use stays in the caches
-_MOST_ERROR = 0.5  # of a mean: beyond that a normal distribution says nothing
+_BATCH_TIMES = 8_192  # times of a point that are worked on at once: what is in use stays in the caches
+_MAX_ERROR = 0.5  # of a mean: beyond that a normal distribution says nothing
 _NUMBERS = 1 << 20  # random numbers in the row
 
 
@@ -47,7 +47,7 @@ class DrawnJob:
 
 
 @dataclass(frozen=True)
-class Transferred:
+class TransferTimes:
     """How long the meetings of a job take once all have come.
 
     Attributes:
@@ -63,13 +63,13 @@ def can_end_a_step(graph: Graph) -> Bools:
     """Which nodes a step may end with: work of devices, where there is some, else of threads that do not wait."""
     kinds = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0))
     on_lane = graph.nodes["lane"].is_not_null()
-    of_device = on_lane & (kinds == "device")
+    on_device = on_lane & (kinds == "device")
     idle = graph.nodes["kind"].cast(pl.String).is_in([gs.THINK, gs.WAIT])
-    chosen: Bools = (of_device if of_device.any() else on_lane & ~idle).to_numpy()
-    return chosen
+    selected: Bools = (on_device if on_device.any() else on_lane & ~idle).to_numpy()
+    return selected
 
 
-class Draws:
+class MonteCarlo:
     """The graph of one copy, made ready for many draws."""
 
     def __init__(self, replica: Replica, variation: Variation) -> None:
@@ -77,11 +77,11 @@ class Draws:
         self.replica, self.variation = replica, variation
         nodes = graph.nodes
         count = nodes.height
-        source, target = points(graph)
-        self._order: list[int] = topological_order(count, source, target).tolist()
-        by_target = np.argsort(target, kind="stable")
-        self._edge: list[int] = by_target.tolist()
-        self._first: list[int] = np.searchsorted(target[by_target], np.arange(2 * count + 1)).tolist()
+        source, target = get_edge_points(graph)
+        self._order: list[int] = sort_topologically(count, source, target).tolist()
+        target_order = np.argsort(target, kind="stable")
+        self._edge: list[int] = target_order.tolist()
+        self._first: list[int] = np.searchsorted(target[target_order], np.arange(2 * count + 1)).tolist()
         self._source: list[int] = source.tolist()
         self._uses = np.bincount(source, minlength=2 * count)
         self._uses[0::2] += 1  # a node's end waits for its start
@@ -109,10 +109,10 @@ class Draws:
         self._position: list[int] = position.tolist()
         self._stage = position // replica.axis.stride
         self._span: list[int] = replica.meetings["span"].to_list()
-        seen = dict(zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True))
-        self._seen: dict[int, int] = {2 * node: many for node, many in seen.items()}
+        seen_by_node = dict(zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True))
+        self._seen: dict[int, int] = {2 * node: copy_count for node, copy_count in seen_by_node.items()}
 
-    def run(self, copies: int, draws: int, seed: int, transfers: Transferred, *, varied: bool = True) -> DrawnJob:
+    def run(self, copies: int, draws: int, seed: int, transfers: TransferTimes, *, varied: bool = True) -> DrawnJob:
         """Draw the job with so many copies.
 
         Args:
@@ -124,15 +124,17 @@ class Draws:
         """
         width = copies if varied else 1
         draws = draws if varied else 1
-        batch = max(1, _TOGETHER // width)
+        batch = max(1, _BATCH_TIMES // width)
         random = np.random.default_rng(seed)
         numbers = random.integers(0, QUANTILES, _NUMBERS + batch * width).astype(np.int16) if varied else None
         batches = [
             self._batch(min(batch, draws - low), width, random, numbers, transfers) for low in range(0, draws, batch)
         ]
-        ends, *means = zip(*batches, strict=True)
-        weight = np.array([len(part) for part in ends]) / draws
-        return DrawnJob(self.steps, np.concatenate(ends), *(np.tensordot(weight, np.array(mean), 1) for mean in means))
+        step_ends, *means = zip(*batches, strict=True)
+        weight = np.array([len(part) for part in step_ends]) / draws
+        return DrawnJob(
+            self.steps, np.concatenate(step_ends), *(np.tensordot(weight, np.array(mean), 1) for mean in means)
+        )
 
     def _batch(
         self,
@@ -140,7 +142,7 @@ class Draws:
         copies: int,
         random: np.random.Generator,
         numbers: NDArray[Any] | None,
-        of_meetings: Transferred,
+        transfer_times: TransferTimes,
     ) -> tuple[Floats, Floats, Floats, Floats]:
         """Ends of the steps, (draws, steps); waiting, excess and its spread of the meetings."""
         variation = self.variation
@@ -148,57 +150,57 @@ class Draws:
         offsets: Any = iter(random.integers(0, _NUMBERS, self._uses.size + len(self._edge)).tolist())
         effects = self._effects(random, shape) if numbers is not None else None
         if numbers is None:
-            begins = [np.full(shape, float(began)) for began in self._began]
+            start_times = [np.full(shape, float(began)) for began in self._began]
         else:
-            stages = [at // self.replica.axis.stride for at in range(len(self._began))]
-            begins = [random.choice(variation.starts_ns[stage], shape).astype(np.float64) for stage in stages]
+            stages = [index // self.replica.axis.stride for index in range(len(self._began))]
+            start_times = [random.choice(variation.starts_ns[stage], shape).astype(np.float64) for stage in stages]
         times: list[Any] = [None] * self._uses.size
-        left = self._uses.tolist()
-        ends = np.zeros((draws, self.steps.size))
-        about = np.zeros((3, len(self._span)))
+        remaining = self._uses.tolist()
+        step_ends = np.zeros((draws, self.steps.size))
+        meeting_stats = np.zeros((3, len(self._span)))
         work, work_pool, side = variation.work_ns.tolist(), variation.work_pool.tolist(), variation.side.tolist()
         spreads = np.append(variation.pools.std(axis=1), 0.0)
-        error = np.minimum(spreads[variation.work_pool] / np.sqrt(variation.work_samples), _MOST_ERROR).tolist()
+        error = np.minimum(spreads[variation.work_pool] / np.sqrt(variation.work_samples), _MAX_ERROR).tolist()
         delay, delay_pool, part = variation.delay_ns.tolist(), variation.delay_pool.tolist(), variation.part.tolist()
-        transfers = self._transferred(random, draws, copies, of_meetings, varied=numbers is not None)
+        transfers = self._transferred(random, draws, copies, transfer_times, varied=numbers is not None)
         pools = variation.pools
         taken_by: dict[int, Any] = {}
 
         def drawn(pool: int) -> Floats:
-            at = next(offsets)
+            index = next(offsets)
             assert numbers is not None
-            factors: Floats = pools[pool].take(numbers[at : at + size]).reshape(shape)
+            factors: Floats = pools[pool].take(numbers[index : index + size]).reshape(shape)
             return factors
 
         for point in self._order:
             node, is_end = divmod(point, 2)
             latest: Any = None
             if is_end:
-                own = work[node]
-                if own:
-                    taken: Any = own
+                mean_work = work[node]
+                if mean_work:
+                    duration: Any = mean_work
                     if numbers is not None and work_pool[node] >= 0:
                         # The mean itself is only known as well as its samples tell, for all copies alike.
-                        taken = drawn(work_pool[node])
-                        taken *= own * np.maximum(1 + error[node] * random.standard_normal((draws, 1)), 0.0)
+                        duration = drawn(work_pool[node])
+                        duration *= mean_work * np.maximum(1 + error[node] * random.standard_normal((draws, 1)), 0.0)
                     if effects is not None and side[node] >= 0 and self._step[node] < self.steps.size:
-                        taken = taken * effects[self._stage[node]][side[node], self._step[node]]
-                    latest = times[point - 1] + taken
-                    taken_by[node] = taken
+                        duration = duration * effects[self._stage[node]][side[node], self._step[node]]
+                    latest = times[point - 1] + duration
+                    taken_by[node] = duration
                 else:
                     latest = times[point - 1]
-                left[point - 1] -= 1
+                remaining[point - 1] -= 1
             meeting = self._meeting[node]
             if meeting >= 0 and not is_end:
-                latest = self._meet(point, meeting, times, left, about[:, meeting])
+                latest = self._meet(point, meeting, times, remaining, meeting_stats[:, meeting])
             else:
                 for edge in self._edge[self._first[point] : self._first[point + 1]]:
                     source = self._source[edge]
-                    of = source // 2
-                    if self._meeting[of] >= 0:
-                        late = times[source] + transfers[self._meeting[of]]
+                    source_node = source // 2
+                    if self._meeting[source_node] >= 0:
+                        late = times[source] + transfers[self._meeting[source_node]]
                     elif part[edge] == part[edge]:
-                        late = times[source] + part[edge] * taken_by.get(of, work[of])
+                        late = times[source] + part[edge] * taken_by.get(source_node, work[source_node])
                     elif numbers is not None and delay_pool[edge] >= 0:
                         late = drawn(delay_pool[edge])
                         late += delay[edge]
@@ -206,22 +208,22 @@ class Draws:
                     else:
                         late = times[source] + delay[edge] if delay[edge] else times[source]
                     latest = late if latest is None else np.maximum(latest, late)
-                    left[source] -= 1
-                    if not left[source]:
+                    remaining[source] -= 1
+                    if not remaining[source]:
                         times[source] = None
             if latest is None:
-                latest = begins[self._position[node]] + float(self._roots[node])
+                latest = start_times[self._position[node]] + float(self._roots[node])
             if is_end:
                 if self._ends_step[node]:
-                    column = ends[:, self._step[node]]
+                    column = step_ends[:, self._step[node]]
                     np.maximum(column, latest.max(axis=1), out=column)
-                if not left[point - 1]:
+                if not remaining[point - 1]:
                     times[point - 1] = None
-            times[point] = latest if left[point] else None
-        return np.maximum.accumulate(ends, axis=1), *about
+            times[point] = latest if remaining[point] else None
+        return np.maximum.accumulate(step_ends, axis=1), *meeting_stats
 
-    def _meet(self, point: int, meeting: int, times: list[Any], left: list[int], about: Floats) -> Floats:
-        """When the last part has come, for each draw and copy; `about` gets waiting, excess and its spread."""
+    def _meet(self, point: int, meeting: int, times: list[Any], remaining: list[int], meeting_stats: Floats) -> Floats:
+        """When the last part has come, for each draw and copy; `meeting_stats` gets waiting, excess and its spread."""
         span = self._span[meeting]
         sources = [self._source[edge] for edge in self._edge[self._first[point] : self._first[point + 1]]]
         arrivals = [times[source] for source in sources]
@@ -234,7 +236,7 @@ class Draws:
             met = np.repeat(blocks, span, axis=1)
         else:
             met = latest
-        about[0] = np.mean([np.mean(met - arrival) for arrival in arrivals])
+        meeting_stats[0] = np.mean([np.mean(met - arrival) for arrival in arrivals])
         recorded = [
             arrival[:, : self._seen[source] if span == ALL else min(span, self._seen[source])].max(axis=1)
             for source, arrival in zip(sources, arrivals, strict=True)
@@ -243,10 +245,10 @@ class Draws:
         if recorded:
             last = recorded[0] if len(recorded) == 1 else np.maximum.reduce(recorded)
             later = met[:, 0] - last
-            about[1:] = np.median(later), np.std(later)
+            meeting_stats[1:] = np.median(later), np.std(later)
         for source in sources:
-            left[source] -= 1
-            if not left[source]:
+            remaining[source] -= 1
+            if not remaining[source]:
                 times[source] = None
         return np.broadcast_to(met, latest.shape)
 
@@ -265,12 +267,12 @@ class Draws:
         return out
 
     def _transferred(
-        self, random: np.random.Generator, draws: int, copies: int, of_meetings: Transferred, *, varied: bool
+        self, random: np.random.Generator, draws: int, copies: int, transfer_times: TransferTimes, *, varied: bool
     ) -> list[Any]:
         """Transfer of each meeting: the same for all that meet there, (draws, copies) or (draws, 1)."""
         out: list[Any] = []
         variation = self.variation
-        columns = variation.transfer_pool, of_meetings.mean_ns, of_meetings.spread, variation.transfer_samples
+        columns = variation.transfer_pool, transfer_times.mean_ns, transfer_times.spread, variation.transfer_samples
         rows = zip(*(column.tolist() for column in columns), self._span, strict=True)
         for pool, transfer, spread, samples, span in rows:
             if not varied or pool < 0:

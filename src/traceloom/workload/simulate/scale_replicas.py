@@ -17,8 +17,8 @@ import polars as pl
 from traceloom.errors import UsageError
 from traceloom.graph import Plan
 from traceloom.graph import graph as gs
-from traceloom.graph.calibrate import class_delays, classes
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, empty_frame, point_times, points
+from traceloom.graph.calibrate import class_delays, classify_edges
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, get_edge_points, get_point_times, make_empty_frame
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.trace.frames import cast_to_schema
 
@@ -30,7 +30,7 @@ _JOINTS = (gs.RENDEZVOUS, gs.ARRIVAL)
 
 
 @dataclass(frozen=True, slots=True)
-class DataAxis:
+class RankNumbering:
     """How ranks are numbered.
 
     Attributes:
@@ -78,7 +78,7 @@ class Replica:
     """
 
     graph: Graph
-    axis: DataAxis
+    axis: RankNumbering
     node: Ints
     edge: Ints
     parts: pl.DataFrame
@@ -86,7 +86,7 @@ class Replica:
     copied: Mapping[int, int]
 
 
-def data_axis(graph: Graph, roles: Mapping[str, str]) -> DataAxis:
+def find_rank_numbering(graph: Graph, roles: Mapping[str, str]) -> RankNumbering:
     """Find out how ranks are numbered, from the members of the data parallel groups.
 
     Args:
@@ -109,32 +109,32 @@ def data_axis(graph: Graph, roles: Mapping[str, str]) -> DataAxis:
         if shape[1] > 1:
             shapes.setdefault(roles.get(group or "", ""), set()).add(shape)
     role = next((name for name in ("data", "sharded data") if name in shapes), None)
-    others = [shape for name, shape in shapes.items() if name not in _KEEP]
-    chosen = shapes[role] if role else set().union(*others)
-    if not chosen:
+    other_shapes = [shape for name, shape in shapes.items() if name not in _KEEP]
+    selected = shapes[role] if role else set().union(*other_shapes)
+    if not selected:
         raise UsageError(
             "no group of this run is data parallel: nothing tells what more ranks would exchange",
             slug="no-data-parallel",
             hint="record a job of two data parallel ranks or more, with its distributed information",
         )
-    if len(chosen) > 1:
-        sizes = ", ".join(f"{size} ranks {stride} apart" for stride, size in sorted(chosen))
+    if len(selected) > 1:
+        sizes = ", ".join(f"{size} ranks {stride} apart" for stride, size in sorted(selected))
         raise UsageError(
             f"nothing tells which groups are data parallel: there are such of {sizes}",
             slug="unknown-roles",
             hint="name one with --role GROUP=data",
         )
-    ((stride, copies),) = chosen
+    ((stride, copies),) = selected
     if stride < 1 or world % (stride * copies):
         raise UsageError(
             f"the {copies} ranks of a data parallel group are not evenly spaced over the {world} of the job",
             slug="uneven-groups",
             hint="only jobs whose copies are numbered alike can be scaled",
         )
-    return DataAxis(int(stride), copies, world)
+    return RankNumbering(int(stride), copies, world)
 
 
-def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.DataFrame) -> pl.DataFrame:
+def add_keys(graph: Graph, axis: RankNumbering, roles: Mapping[str, str], positions: pl.DataFrame) -> pl.DataFrame:
     """The communication of some ranks, each at some positions, with what the parts of one operation have in common.
 
     Args:
@@ -156,23 +156,25 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
         "node", "rank", "step", from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
     rows = graph.communication.join(nodes, on="node").join(positions, on="rank")
-    about = ["rank", "position", "group", "ranks", "group_size", "peer", "kind_of_pair", "pair"]
+    key_columns = ["rank", "position", "group", "ranks", "group_size", "peer", "kind_of_pair", "pair"]
     rows = rows.with_columns(pair=pl.col("kind").is_in(PAIRS).fill_null(value=False)).with_columns(
         peer=pl.when("pair").then("peer"),
         kind_of_pair=pl.when("pair").then("kind"),
         copy=pl.col("rank").map_elements(axis.copy, pl.Int64),
         root_position=pl.when(~pl.col("kind").is_in(PAIRS)).then(pl.col("peer").map_elements(axis.position, pl.Int64)),
     )
-    distinct = rows.unique(about, maintain_order=True).select(about)
+    distinct = rows.unique(key_columns, maintain_order=True).select(key_columns)
     names: dict[object, list[str]] = {}
-    keys = [_key(row, axis, roles, names) for row in distinct.iter_rows(named=True)]
+    keys = [_build_key(row, axis, roles, names) for row in distinct.iter_rows(named=True)]
     schema: dict[str, Any] = {"key": pl.String, "span": pl.Int64, "members": pl.Int64, "positions": pl.List(pl.Int64)}
-    of_groups = distinct.hstack(pl.DataFrame(keys, schema, orient="row"))
-    rows = rows.join(of_groups, on=about, how="left", nulls_equal=True, maintain_order="left")
+    group_keys = distinct.hstack(pl.DataFrame(keys, schema, orient="row"))
+    rows = rows.join(group_keys, on=key_columns, how="left", nulls_equal=True, maintain_order="left")
     # A message has its own key for each direction; its two sides count it alike.
     sends = pl.col("kind") == "send"
-    ends = pl.when(sends).then(pl.format("{}>{}", "position", "key")).otherwise(pl.format("{}>{}", "key", "position"))
-    way = pl.when("pair").then(ends).otherwise("key")
+    direction = (
+        pl.when(sends).then(pl.format("{}>{}", "position", "key")).otherwise(pl.format("{}>{}", "key", "position"))
+    )
+    way = pl.when("pair").then(direction).otherwise("key")
     rows = rows.with_columns(
         key=way,
         peer_position=pl.when("pair").then(pl.col("key").cast(pl.Int64, strict=False)).otherwise("root_position"),
@@ -180,8 +182,8 @@ def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.
     return rows.with_columns(nth=pl.int_range(pl.len()).over("position", "rank", "step", "key", "kind_of_pair"))
 
 
-def _key(
-    row: Mapping[str, object], axis: DataAxis, roles: Mapping[str, str], names: dict[object, list[str]]
+def _build_key(
+    row: Mapping[str, object], axis: RankNumbering, roles: Mapping[str, str], names: dict[object, list[str]]
 ) -> tuple[str | None, int, int, list[int]]:
     """Key, span, members and positions of a group or message: columns of `keyed`."""
     rank, position, group, members, peer = (row[name] for name in ("rank", "position", "group", "ranks", "peer"))
@@ -204,11 +206,13 @@ def _key(
         )
     if len(ranks) < 2:
         return None, 1, 1, [position]
-    own = {axis.position(member) for member in ranks}
-    at = tuple(sorted(own if position in own else {other + moved for other in own}))
+    own_positions = {axis.position(member) for member in ranks}
+    group_positions = tuple(
+        sorted(own_positions if position in own_positions else {other + moved for other in own_positions})
+    )
     copies = sorted({axis.copy(member) for member in ranks})
     span = copies[-1] - copies[0] + 1
-    if span != len(copies) or copies[0] % span or len(ranks) != span * len(own):
+    if span != len(copies) or copies[0] % span or len(ranks) != span * len(own_positions):
         raise UsageError(
             f"group {group} holds ranks of {len(copies)} copies of the model in no regular way",
             slug="uneven-groups",
@@ -216,13 +220,13 @@ def _key(
         )
     if span == axis.copies and (span == 1 or roles.get(str(group), "") not in _KEEP):
         span = ALL
-    same = names.setdefault((rank, span, at), [])
+    same = names.setdefault((rank, span, group_positions), [])
     if str(group) not in same:
         same.append(str(group))
-    return f"{span} {at} {same.index(str(group))}", span, len(ranks), list(at)
+    return f"{span} {group_positions} {same.index(str(group))}", span, len(ranks), list(group_positions)
 
 
-def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replica:
+def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str]) -> Replica:
     """Cut one copy of the job out of a graph.
 
     Each position is that of the lowest copy which was recorded. One that was not recorded is copied from one with the
@@ -231,12 +235,12 @@ def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replic
     Raises:
         UsageError: `unrecorded-role`: no rank of some stage was recorded; `uneven-groups`.
     """
-    by_position: dict[int, int] = {}
+    rank_by_position: dict[int, int] = {}
     for rank in sorted((int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()), key=axis.copy):
-        by_position.setdefault(axis.position(rank), rank)
+        rank_by_position.setdefault(axis.position(rank), rank)
     copied = {}
-    for position in sorted(set(range(axis.positions)) - set(by_position)):
-        alike = [rank for other, rank in by_position.items() if other // axis.stride == position // axis.stride]
+    for position in sorted(set(range(axis.positions)) - set(rank_by_position)):
+        alike = [rank for other, rank in rank_by_position.items() if other // axis.stride == position // axis.stride]
         if not alike:
             raise UsageError(
                 f"no recorded rank does what rank {axis.rank(position, 0)} does",
@@ -244,7 +248,7 @@ def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replic
                 hint=f"record a rank of each of the {axis.positions // axis.stride} stages",
             )
         copied[position] = alike[0]
-    templates = sorted({**by_position, **copied}.items())
+    templates = sorted({**rank_by_position, **copied}.items())
     positions = pl.DataFrame(templates, {"position": pl.Int32, "rank": pl.Int32}, orient="row")
 
     nodes = graph.nodes.filter(~pl.col("kind").is_in(_JOINTS)).join(positions, on="rank").sort("position", "node")
@@ -259,7 +263,7 @@ def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replic
         .join(number.select("position", target="node", new_target="new"), on=["target", "position"])
         .sort("new_target", "edge")
     )
-    parts = keyed(graph, axis, roles, positions).join(number, on=["node", "position"]).sort("new")
+    parts = add_keys(graph, axis, roles, positions).join(number, on=["node", "position"]).sort("new")
     met = ["key", "step", "nth"]
     meetings = (
         parts.drop_nulls("key")
@@ -274,29 +278,29 @@ def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replic
         "step",
         *(pl.lit(0, pl.Int64).alias(name) for name in ("duration_ns", "work_ns", "residual_ns")),
     )  # fmt: skip
-    own = nodes.with_columns(pl.col("new_lane").alias("lane"), pl.col("position").alias("rank")).select(
+    replica_nodes = nodes.with_columns(pl.col("new_lane").alias("lane"), pl.col("position").alias("rank")).select(
         *GRAPH_SCHEMAS["nodes"]
     )
-    whole = pl.concat([own, joint.cast({"kind": gs.NodeKind})], how="diagonal_relaxed").with_columns(
+    all_nodes = pl.concat([replica_nodes, joint.cast({"kind": gs.NodeKind})], how="diagonal_relaxed").with_columns(
         node=pl.int_range(pl.len())
     )
     meets = parts.drop_nulls("meeting").select("new", at=pl.col("meeting").cast(pl.Int64) + nodes.height)
     assumed = pl.DataFrame({"kind": "rendezvous", "evidence": "assumed", "delay_ns": 0, "residual_ns": 0})
-    into = meets.select(source="new", target="at", from_end=False, to_end=False)
+    entering = meets.select(source="new", target="at", from_end=False, to_end=False)
     out_of = meets.select(source="at", target="new", from_end=True, to_end=True)
-    rendezvous = pl.concat([into.cast(pl.Int64, strict=False), out_of.cast(pl.Int64, strict=False)]).join(
+    rendezvous = pl.concat([entering.cast(pl.Int64, strict=False), out_of.cast(pl.Int64, strict=False)]).join(
         assumed, how="cross"
     )
     inner = edges.with_columns(source="new_source", target="new_target")
     frames = {
-        "nodes": whole,
+        "nodes": all_nodes,
         "edges": pl.concat([cast_to_schema(frame, GRAPH_SCHEMAS["edges"]) for frame in (inner, rendezvous)]),
         "lanes": lanes.with_columns(lane="new_lane", rank="position"),
         "communication": parts.with_columns(node="new", instance=pl.col("meeting").cast(pl.Int64)),
         "transfers": graph.transfers.join(number, on="node").sort("new").with_columns(node="new"),
     }
     declared: dict[str, Any] = {name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()}
-    declared |= {name: empty_frame(name) for name in ("host_ops", "ranks", "coverage")}
+    declared |= {name: make_empty_frame(name) for name in ("host_ops", "ranks", "coverage")}
     return Replica(
         graph=replace(graph, **declared, world_size=axis.positions),
         axis=axis,
@@ -309,7 +313,7 @@ def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replic
 
 
 QUANTILES = 1024  # of a distribution that is drawn from
-_ENOUGH = 24  # samples of a name; with fewer it varies as its kind does
+_MIN_SAMPLES = 24  # samples of a name; with fewer it varies as its kind does
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
 _SIDES = 2  # host, device
 
@@ -365,10 +369,10 @@ class _Pools:
         """The number of the pool with these samples; -1 where they are all alike."""
         if samples.size < 2 or np.ptp(samples) < 1e-9:
             return -1
-        at = (np.arange(QUANTILES) + 0.5) / QUANTILES
+        quantile_points = (np.arange(QUANTILES) + 0.5) / QUANTILES
         # Between the samples linearly; the middle of each is its own share.
         positions = (np.arange(samples.size) + 0.5) / samples.size
-        self.rows.append(np.interp(at, positions, np.sort(samples)))
+        self.rows.append(np.interp(quantile_points, positions, np.sort(samples)))
         return len(self.rows) - 1
 
     def table(self) -> Floats:
@@ -376,7 +380,7 @@ class _Pools:
         return np.array(self.rows).reshape(len(self.rows), QUANTILES)
 
 
-def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Variation:
+def measure_variation(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Variation:
     """Measure the variation of a calibrated graph.
 
     The same work is that of one name and kind, the n-th of it in its step, on ranks of one stage. How a rank's step
@@ -384,23 +388,23 @@ def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Va
     samples are corrected for having been compared with a mean of which they are a part.
     """
     axis, pools = replica.axis, _Pools()
-    nodes = _numbered(graph, axis)
-    works, side, effects, steps = _works(nodes, pools)
-    delay, delay_pool, part = _delays(graph, nodes, pools)
-    of_node, of_edge = replica.node, replica.edge
-    inner, own = of_node >= 0, of_edge >= 0
+    nodes = _add_work_numbers(graph, axis)
+    works, side, effects, steps = _measure_works(nodes, pools)
+    delay, delay_pool, part = _measure_delays(graph, nodes, pools)
+    node_rows, edge_rows = replica.node, replica.edge
+    inner, is_recorded_edge = node_rows >= 0, edge_rows >= 0
 
-    apparent, transfer_pool, transfer_samples, seen = _transfers(graph, replica, roles, pools)
+    apparent, transfer_pool, transfer_samples, seen_copies = _measure_transfers(graph, replica, roles, pools)
     first = nodes.drop_nulls("rank").group_by("stage", "rank").agg(pl.col("start_ns").min()).sort("stage", "rank")
     first = first.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
     return Variation(
-        work_ns=np.where(inner, works["work"].to_numpy()[of_node], 0.0),
-        work_pool=np.where(inner, works["pool"].to_numpy()[of_node], -1),
-        work_samples=np.where(inner, works["samples"].to_numpy()[of_node], 1),
-        side=np.where(inner, side[of_node], -1),
-        delay_ns=np.where(own, delay[of_edge], 0.0),
-        delay_pool=np.where(own, delay_pool[of_edge], -1),
-        part=np.where(own, part[of_edge], np.nan),
+        work_ns=np.where(inner, works["work"].to_numpy()[node_rows], 0.0),
+        work_pool=np.where(inner, works["pool"].to_numpy()[node_rows], -1),
+        work_samples=np.where(inner, works["samples"].to_numpy()[node_rows], 1),
+        side=np.where(inner, side[node_rows], -1),
+        delay_ns=np.where(is_recorded_edge, delay[edge_rows], 0.0),
+        delay_pool=np.where(is_recorded_edge, delay_pool[edge_rows], -1),
+        part=np.where(is_recorded_edge, part[edge_rows], np.nan),
         transfer_pool=transfer_pool,
         transfer_samples=transfer_samples,
         pools=pools.table(),
@@ -410,12 +414,12 @@ def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Va
             for (stage,), rows in first.group_by("stage", maintain_order=True)
         },
         steps=steps,
-        seen=seen,
+        seen=seen_copies,
         apparent_ns=apparent,
     )
 
 
-def _numbered(graph: Graph, axis: DataAxis) -> pl.DataFrame:
+def _add_work_numbers(graph: Graph, axis: RankNumbering) -> pl.DataFrame:
     """All nodes with their stage and `same`, a number that works which do the same have in common."""
     stage = pl.col("rank").fill_null(0) // (axis.stride * axis.copies)
     nodes = graph.nodes.select(
@@ -428,7 +432,7 @@ def _numbered(graph: Graph, axis: DataAxis) -> pl.DataFrame:
     return nodes.join(numbers, on=key, how="left", maintain_order="left").sort("node")
 
 
-def _works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, Ints, dict[int, Floats], Ints]:
+def _measure_works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, Ints, dict[int, Floats], Ints]:
     """Mean work and pool of every recorded node, its side, and what steps and ranks have in common."""
     device = pl.col("kind").is_in(_DEVICE)
     joint = pl.col("kind").is_in([gs.RENDEZVOUS, gs.ARRIVAL, gs.ORIGIN, *gs.COMMUNICATION])
@@ -456,19 +460,19 @@ def _works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, Ints, dict
         nulls_equal=True,
     ).with_columns(pl.col("effect").fill_null(1.0))
     count = pl.col("samples")
-    left = works.filter(usable).with_columns(
+    residuals = works.filter(usable).with_columns(
         left=(1 + (pl.col("ratio") / pl.col("effect") - 1) * (count / (count - 1)).sqrt()).clip(lower_bound=0)
     )
-    numbers, of_kind = [], {}
-    for (kind,), rows in left.group_by("kind", maintain_order=True):
-        of_kind[kind] = pools.add(rows["left"].to_numpy())
+    numbers, pool_by_kind = [], {}
+    for (kind,), rows in residuals.group_by("kind", maintain_order=True):
+        pool_by_kind[kind] = pools.add(rows["left"].to_numpy())
         for (name,), same in rows.group_by("name", maintain_order=True):
-            number = pools.add(same["left"].to_numpy()) if same.height >= _ENOUGH else of_kind[kind]
+            number = pools.add(same["left"].to_numpy()) if same.height >= _MIN_SAMPLES else pool_by_kind[kind]
             numbers.append((kind, name, number))
-    of_name = pl.DataFrame(numbers, {"kind": gs.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row")
-    works = works.join(of_name, on=["kind", "name"], how="left", maintain_order="left")
-    by_kind = pl.col("kind").cast(pl.String).replace_strict(of_kind, default=-1, return_dtype=pl.Int64)
-    works = works.with_columns(pool=pl.when(pl.col("side") >= 0).then(pl.coalesce("pool", by_kind)).otherwise(-1))
+    pool_by_name = pl.DataFrame(numbers, {"kind": gs.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row")
+    works = works.join(pool_by_name, on=["kind", "name"], how="left", maintain_order="left")
+    kind_pool = pl.col("kind").cast(pl.String).replace_strict(pool_by_kind, default=-1, return_dtype=pl.Int64)
+    works = works.with_columns(pool=pl.when(pl.col("side") >= 0).then(pl.coalesce("pool", kind_pool)).otherwise(-1))
     steps = np.unique(cells["step"].to_numpy()).astype(np.int64)
     effects = {}
     for (stage,), rows in cells.group_by("stage", maintain_order=True):
@@ -480,16 +484,16 @@ def _works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, Ints, dict
     return works, works["side"].to_numpy().astype(np.int64), effects, steps
 
 
-def _delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[Floats, Ints, Floats]:
+def _measure_delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[Floats, Ints, Floats]:
     """Delay, pool and part of the source's work of every recorded edge.
 
     What an edge took is seen only where nothing else held its target back later. Where the same edge is so in most
     steps and ranks, it takes their mean; else what its class takes.
     """
-    edge_classes = classes(graph)
+    edge_classes = classify_edges(graph)
     constant = class_delays(graph).astype(np.float64)
-    source_point, target_point = points(graph)
-    times = point_times(graph)
+    source_point, target_point = get_edge_points(graph)
+    times = get_point_times(graph)
     took = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_numpy()
     binding: Bools = times[source_point] + took == times[target_point]
     part = np.full(constant.size, np.nan)
@@ -509,31 +513,31 @@ def _delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[Floats, I
         pl.Series("binding", binding & ~fixed),
     )
     alike = ["kind", "from", "to", "from_end", "to_end"]
-    seen = pl.col("took").filter("binding")
+    binding_time = pl.col("took").filter("binding")
     edges = edges.with_columns(
-        mean=seen.mean().over(alike), often=pl.col("binding").mean().over(alike) >= 0.5
+        mean=binding_time.mean().over(alike), often=pl.col("binding").mean().over(alike) >= 0.5
     ).with_columns(delay=pl.when("often").then("mean").otherwise("constant"))
     delay = np.where(fixed, constant, edges["delay"].to_numpy())
     pool = np.full(delay.size, -1, dtype=np.int64)
     binds = edges.with_row_index("row").filter("binding").with_columns(off=pl.col("took") - pl.col("delay"))
-    for (_, of), rows in binds.group_by("kind", "of", maintain_order=True):
+    for (_, edge_class), rows in binds.group_by("kind", "of", maintain_order=True):
         number = pools.add(rows["off"].to_numpy())
         if number >= 0:
-            same_class = (edges["of"] == of).to_numpy() & (edges["kind"] == rows["kind"][0]).to_numpy()
+            same_class = (edges["of"] == edge_class).to_numpy() & (edges["kind"] == rows["kind"][0]).to_numpy()
             pool[same_class & ~fixed] = number
     return delay, pool, part
 
 
-def _transfers(
+def _measure_transfers(
     graph: Graph, replica: Replica, roles: Mapping[str, str], pools: _Pools
 ) -> tuple[Floats, Ints, Ints, Ints]:
     """Apparent transfer of each meeting, its pool and samples, and how many copies of each part were recorded."""
     axis = replica.axis
     ranks = graph.nodes.select("rank").drop_nulls().unique("rank").sort("rank")
     positions = ranks.with_columns(position=pl.col("rank").map_elements(axis.position, pl.Int32))
-    parts = keyed(graph, axis, roles, positions)
+    parts = add_keys(graph, axis, roles, positions)
     copies = parts.group_by("key", "position").agg(seen=pl.col("rank").n_unique())
-    seen = replica.parts.select("key", "position").join(
+    seen_copies = replica.parts.select("key", "position").join(
         copies, on=["key", "position"], how="left", maintain_order="left"
     )
     block = pl.when(pl.col("span") == ALL).then(0).otherwise(pl.col("copy") // pl.max_horizontal("span", 1))
@@ -543,29 +547,29 @@ def _transfers(
     ).with_columns(whole=pl.col("present") >= pl.col("members"))  # fmt: skip
     alike = ["kind", "span", "in_bytes", "members"]
     # Parts that were all recorded show the transfer itself.
-    shown = operation.filter(pl.col("whole").any().over(alike) == pl.col("whole"))
-    means = shown.group_by("key", "nth").agg(own=pl.col("apparent").median(), samples=pl.len())
-    fallback = shown.group_by(alike).agg(usual=pl.col("apparent").median())
+    visible = operation.filter(pl.col("whole").any().over(alike) == pl.col("whole"))
+    means = visible.group_by("key", "nth").agg(own=pl.col("apparent").median(), samples=pl.len())
+    fallback = visible.group_by(alike).agg(usual=pl.col("apparent").median())
     rows = (
         replica.meetings.join(means, on=["key", "nth"], how="left", maintain_order="left")
         .join(fallback, on=alike, how="left", maintain_order="left", nulls_equal=True)
         .with_columns(pl.col("samples").fill_null(1), apparent=pl.coalesce("own", "usual", pl.lit(0.0)))
     )
-    shown = shown.join(means, on=["key", "nth"], how="left", maintain_order="left").with_columns(
+    visible = visible.join(means, on=["key", "nth"], how="left", maintain_order="left").with_columns(
         count=pl.len().over("key", "nth")
     )
     numbers = {}
-    for kind, of_alike in shown.group_by(alike, maintain_order=True):
-        several = of_alike.filter(pl.col("count") > 1, pl.col("own") > 0)
+    for kind, alike_rows in visible.group_by(alike, maintain_order=True):
+        several = alike_rows.filter(pl.col("count") > 1, pl.col("own") > 0)
         factor = 1 + (several["apparent"] / several["own"] - 1) * (several["count"] / (several["count"] - 1)).sqrt()
         numbers[kind] = pools.add(factor.clip(lower_bound=0).to_numpy())
     pool = np.array([numbers.get(row, -1) for row in rows.select(alike).iter_rows()], dtype=np.int64)
     apparent = rows["apparent"].to_numpy().astype(np.float64)
     samples = rows["samples"].to_numpy().astype(np.int64)
-    return apparent, pool, samples, seen["seen"].fill_null(0).to_numpy().astype(np.int64)
+    return apparent, pool, samples, seen_copies["seen"].fill_null(0).to_numpy().astype(np.int64)
 
 
-def expanded(
+def expand_replica(
     replica: Replica,
     variation: Variation,
     meetings: pl.DataFrame,
@@ -588,7 +592,7 @@ def expanded(
         A graph without notices of its own; its communication has an `instance` and no list of ranks.
     """
     single = replica.graph
-    axis = DataAxis(replica.axis.stride, copies, replica.axis.positions * copies)
+    axis = RankNumbering(replica.axis.stride, copies, replica.axis.positions * copies)
     inner = single.nodes.height - meetings.height
     lanes = single.lanes.height
     copy = np.arange(copies)
@@ -633,7 +637,7 @@ def expanded(
             else block
         )
     )
-    whole = pl.concat([nodes, joints], how="diagonal_relaxed").with_columns(node=pl.int_range(pl.len()))
+    all_nodes = pl.concat([nodes, joints], how="diagonal_relaxed").with_columns(node=pl.int_range(pl.len()))
     source, target = (single.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
     out_of = source >= inner
     delay = variation.delay_ns.copy()
@@ -649,30 +653,30 @@ def expanded(
     )
     # Edges of copies that share a meeting stand there once for each part, as in a recorded graph.
     communication = single.communication
-    of_part = replica.parts["meeting"].cast(pl.Int64)
+    part_meeting = replica.parts["meeting"].cast(pl.Int64)
     meets = pl.col("instance").is_not_null()
-    grown = meetings.select("members", "in_bytes", "out_bytes")[of_part.fill_null(0)] if meetings.height else None
+    grown = meetings.select("members", "in_bytes", "out_bytes")[part_meeting.fill_null(0)] if meetings.height else None
     if grown is not None:
-        growing = meets & pl.Series((span == ALL)[of_part.fill_null(0).to_numpy()])
+        growing = meets & pl.Series((span == ALL)[part_meeting.fill_null(0).to_numpy()])
         communication = communication.with_columns(
             group_size=pl.when(meets).then(grown["members"]).otherwise("group_size"),
             in_bytes=pl.when(growing).then(grown["in_bytes"]).otherwise("in_bytes"),
             out_bytes=pl.when(growing).then(grown["out_bytes"]).otherwise("out_bytes"),
         )
     communication = tiled(communication)
-    instance = moved(of_part.fill_null(0).to_numpy() + inner)
+    instance = moved(part_meeting.fill_null(0).to_numpy() + inner)
     # The peer of a message is in its own copy, the root of a larger group in the first one.
     peer_position = replica.parts["peer_position"].fill_null(0).to_numpy().astype(np.int64)
-    of_copy = replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()
+    within_copy = replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()
     has_peer = replica.parts["peer_position"].is_not_null().to_numpy()
-    peer = rank_of[np.where(of_copy, copy[:, np.newaxis], 0).ravel(), np.tile(peer_position, copies)]
+    peer = rank_of[np.where(within_copy, copy[:, np.newaxis], 0).ravel(), np.tile(peer_position, copies)]
     communication = communication.with_columns(
         node=pl.Series(moved(single.communication["node"].to_numpy().astype(np.int64))),
         instance=pl.when(pl.col("instance").is_not_null()).then(pl.Series(instance - inner * copies)),
         peer=pl.when(pl.Series(np.tile(has_peer, copies))).then(pl.Series(peer)),
     )
     frames: dict[str, Any] = {
-        "nodes": whole,
+        "nodes": all_nodes,
         "edges": edges,
         "lanes": tiled(single.lanes).with_columns(
             lane=pl.int_range(pl.len()),
@@ -684,7 +688,7 @@ def expanded(
         ),
     }
     declared: dict[str, Any] = {name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()}
-    graph = replace(single, **declared, delays=empty_frame("delays"), world_size=axis.world)
+    graph = replace(single, **declared, delays=make_empty_frame("delays"), world_size=axis.world)
     times = Plan(graph).evaluate()
     start, end = times[0::2], times[1::2]
     return replace(

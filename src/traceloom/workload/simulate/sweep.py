@@ -26,17 +26,17 @@ from traceloom.errors import CheckError, InputError, TraceloomError, UsageError,
 from traceloom.formats.chakra.files import EtReader
 from traceloom.system import units
 from traceloom.system.process import block_signals
-from traceloom.system.processes import ProcessPool, cores, workers
-from traceloom.trace.frames import Result, schema
+from traceloom.system.processes import ProcessPool, count_cores, start_workers
+from traceloom.trace.frames import Result, build_schema
 from traceloom.trace.notice import Notice
 from traceloom.workload.chakra import generate
 from traceloom.workload.simulate.inputs import SimulationInput, open_input
 from traceloom.workload.simulate.machine import Machine
 from traceloom.workload.simulate.machine_file import read_machine
-from traceloom.workload.simulate.native import on_device, run
-from traceloom.workload.simulate.scale import RecordedJob, on_machine, roles_of
+from traceloom.workload.simulate.native import build_device_cases, run
+from traceloom.workload.simulate.scale import RecordedJob, find_roles, make_transfer_model
 
-MOST_POINTS = 100_000
+MAX_POINTS = 100_000
 SweptValue = int | float | str
 SweepPoint = dict[str, SweptValue]
 SweepRow = dict[str, SweptValue | None]
@@ -53,7 +53,7 @@ ANSWERS = pl.Schema(
         "reason": pl.String,
     }
 )
-SENSITIVITIES = schema(
+SENSITIVITIES = build_schema(
     "parameter median low high pairs",
     {"parameter": pl.String, "median": pl.Float64, "low": pl.Float64, "high": pl.Float64, "pairs": pl.Int64},
 )
@@ -86,35 +86,35 @@ def parse_axis(text: str) -> SweepAxis:
     """
     key, equals, listed = text.partition("=")
     if not equals or not key.strip() or not listed.strip():
-        raise _bad(text, "write it as KEY=VALUES")
+        raise _make_sweep_error(text, "write it as KEY=VALUES")
     values: list[SweptValue] = []
     for part in listed.split(","):
-        values += _values(part.strip(), text)
+        values += _parse_values(part.strip(), text)
     key = key.strip()
     return SweepAxis(key if "." in key else key.replace("-", "_"), tuple(dict.fromkeys(values)))
 
 
-def _values(part: str, text: str) -> list[SweptValue]:
+def _parse_values(part: str, text: str) -> list[SweptValue]:
     """The values of one part between commas."""
     match = _RANGE.fullmatch(part)
     if match is None:
         if not part or ".." in part:
-            raise _bad(text, f"`{part}` is no range" if part else "a value between commas is missing")
-        return [_value(part)]
-    first, last, by = (_value((match[name] or "1").strip()) for name in ("first", "last", "by"))
-    if isinstance(first, str) or isinstance(last, str) or isinstance(by, str):
-        raise _bad(text, f"`{part}` is no range of numbers")
+            raise _make_sweep_error(text, f"`{part}` is no range" if part else "a value between commas is missing")
+        return [_parse_value(part)]
+    first, last, increment = (_parse_value((match[name] or "1").strip()) for name in ("first", "last", "by"))
+    if isinstance(first, str) or isinstance(last, str) or isinstance(increment, str):
+        raise _make_sweep_error(text, f"`{part}` is no range of numbers")
     grows = match["sign"] == "*"
-    if last < first or by <= 0 or (grows and (by <= 1 or first <= 0)):
-        raise _bad(text, f"`{part}` never ends, or has no values")
-    steps = math.log(last / first) / math.log(by) if grows else (last - first) / by
-    if steps >= MOST_POINTS:
-        raise _too_large(f"`{part}` has {steps + 1:,.0f} values")
+    if last < first or increment <= 0 or (grows and (increment <= 1 or first <= 0)):
+        raise _make_sweep_error(text, f"`{part}` never ends, or has no values")
+    steps = math.log(last / first) / math.log(increment) if grows else (last - first) / increment
+    if steps >= MAX_POINTS:
+        raise _make_size_error(f"`{part}` has {steps + 1:,.0f} values")
     count = math.floor(steps + 1e-9) + 1
-    return [first * by**number if grows else first + by * number for number in range(count)]
+    return [first * increment**number if grows else first + increment * number for number in range(count)]
 
 
-def _value(text: str) -> SweptValue:
+def _parse_value(text: str) -> SweptValue:
     for kind in (int, float):
         try:
             number = kind(text)
@@ -125,23 +125,23 @@ def _value(text: str) -> SweptValue:
     return text
 
 
-def _bad(text: str, why: str) -> UsageError:
+def _make_sweep_error(text: str, reason: str) -> UsageError:
     return UsageError(
-        f"`{text}` is no sweep: {why}",
+        f"`{text}` is no sweep: {reason}",
         slug="bad-sweep",
         hint="examples: `network.0.bandwidth=50,100,200`, `ranks=8..1024*2`, `layers=4..32+4`",
     )
 
 
-def _too_large(what: str) -> UsageError:
+def _make_size_error(description: str) -> UsageError:
     return UsageError(
-        f"{what}, more than the {MOST_POINTS:,} points that a sweep may have",
+        f"{description}, more than the {MAX_POINTS:,} points that a sweep may have",
         slug="sweep-too-large",
         hint="sweep fewer values at a time: a step (`+4`) or a factor (`*2`) thins a range",
     )
 
 
-def points_of(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
+def list_points(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
     """All combinations, the last axis fastest.
 
     Raises:
@@ -150,10 +150,10 @@ def points_of(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise _bad(f"{twice}=...", "the key stands twice")
+        raise _make_sweep_error(f"{twice}=...", "the key stands twice")
     count = math.prod(len(axis.values) for axis in axes)
-    if count > MOST_POINTS:
-        raise _too_large(f"the sweep has {count:,} points")
+    if count > MAX_POINTS:
+        raise _make_size_error(f"the sweep has {count:,} points")
     return (dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes)))
 
 
@@ -194,11 +194,11 @@ class SweepTable(Result):
             if name not in keys
         ]
         points = pl.DataFrame([*parameters, *answers])
-        points = points.with_columns(pl.Series("pareto", pareto(points)))
-        return cls(keys, points, sensitivities(points, keys))
+        points = points.with_columns(pl.Series("pareto", find_pareto_front(points)))
+        return cls(keys, points, compute_sensitivities(points, keys))
 
 
-def pareto(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def find_pareto_front(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which points nobody beats in time and cost per sample and in ranks, (points,); none without a time."""
     answered = points["time_ns"].is_not_null().to_numpy()
     samples = pl.col("samples").fill_null(1.0)
@@ -206,9 +206,9 @@ def pareto(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     costs = points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
     table = costs.fill_null(0.0).to_numpy()
     front = np.zeros(len(table), dtype=np.bool_)
-    at = np.flatnonzero(answered)
+    answered_rows = np.flatnonzero(answered)
     # By time, then ranks, then cost: a point can be beaten only by those before it, and then by one of the front.
-    order = at[np.lexsort(table[at].T[::-1])] if at.size else at
+    order = answered_rows[np.lexsort(table[answered_rows].T[::-1])] if answered_rows.size else answered_rows
     best = np.zeros((0, table.shape[1]))
     for row in order.tolist():
         as_good = (best <= table[row]).all(axis=1)
@@ -218,19 +218,19 @@ def pareto(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return front
 
 
-def sensitivities(points: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
+def compute_sensitivities(points: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     """Per cent of the time per per cent of each numeric parameter; see `SweepTable`."""
     rows = []
     for key in keys:
         if not points[key].dtype.is_numeric():
             continue
-        others = [other for other in keys if other != key]
+        other_keys = [other for other in keys if other != key]
         log = points.filter(pl.col("time_ns") > 0, pl.col(key) > 0).select(
-            *others, x=pl.col(key).cast(pl.Float64).log(), y=pl.col("time_ns").cast(pl.Float64).log()
+            *other_keys, x=pl.col(key).cast(pl.Float64).log(), y=pl.col("time_ns").cast(pl.Float64).log()
         )
         log = log.sort("x")
         slope = pl.col("y").diff() / pl.col("x").diff()
-        slopes = log.select(slope.over(others) if others else slope).to_series().drop_nulls().drop_nans()
+        slopes = log.select(slope.over(other_keys) if other_keys else slope).to_series().drop_nulls().drop_nans()
         if slopes.len():
             rows.append((key, slopes.median(), slopes.min(), slopes.max(), slopes.len()))
     return pl.DataFrame(rows, schema=SENSITIVITIES, orient="row")
@@ -238,11 +238,11 @@ def sensitivities(points: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
 
 _NS_PER_HOUR = 3.6e12
 _SIZES = ("ranks", "data_parallel")
-_OWN = (*_SIZES, "machine", "device", "host_factor")
+_COMMON_KEYS = (*_SIZES, "machine", "device", "host_factor")
 _GENERATED: dict[str, tuple[Any, Any]] = {
-    "collective": (generate.CollectiveOptions, generate.collectives),
-    "pipeline": (generate.PipelineOptions, generate.pipeline),
-    "transformer": (generate.TransformerOptions, generate.transformer),
+    "collective": (generate.CollectiveOptions, generate.generate_collectives),
+    "pipeline": (generate.PipelineOptions, generate.generate_pipeline),
+    "transformer": (generate.TransformerOptions, generate.generate_transformer),
 }
 _NAMES: dict[str, Sequence[str]] = {
     "collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES,
@@ -291,7 +291,7 @@ class SweepQuestion:
     recorded_device: str | None = None
 
 
-class PointEvaluator:
+class SweepEvaluator:
     """Answers points; the workload is read once.
 
     Args:
@@ -309,16 +309,16 @@ class PointEvaluator:
         Raises:
             InputError: `other-version`.
         """
-        folder = Path(self.question.inputs[0])
-        first = folder / "workload.0.et"
+        directory = Path(self.question.inputs[0])
+        first = directory / "workload.0.et"
         if not first.is_file():
             return None
         with EtReader(first) as reader:
-            about = [attr.string_val for attr in reader.metadata.attr if attr.name == "generated"]
-        if not about:
+            stored_options = [attr.string_val for attr in reader.metadata.attr if attr.name == "generated"]
+        if not stored_options:
             return None
         try:
-            document = json.loads(about[0])
+            document = json.loads(stored_options[0])
         except (ValueError, RecursionError):  # another writer may say anything there
             return None
         if not isinstance(document, dict) or document.get("format") != generate.SCHEMA:
@@ -331,8 +331,8 @@ class PointEvaluator:
     @cached_property
     def source(self) -> SimulationInput:
         """The workload."""
-        asked = self.question
-        return open_input(list(asked.inputs), groups=asked.groups, only=asked.only, step=asked.step, cache=asked.cache)
+        query = self.question
+        return open_input(list(query.inputs), groups=query.groups, only=query.only, step=query.step, cache=query.cache)
 
     def check(self, keys: Sequence[str]) -> None:
         """Refuse keys that mean nothing here.
@@ -342,8 +342,8 @@ class PointEvaluator:
         """
         options = [*self.generated[1], "global_batch"] if self.generated else []
         for key in keys:
-            if "." not in key and key not in _OWN and key not in options:
-                names = [*_OWN, *options, "network.0.bandwidth"]
+            if "." not in key and key not in _COMMON_KEYS and key not in options:
+                names = [*_COMMON_KEYS, *options, "network.0.bandwidth"]
                 raise UsageError(
                     f"`{key}` is nothing that can be swept here",
                     slug="bad-sweep",
@@ -372,45 +372,45 @@ class PointEvaluator:
 
     def _recorded(self, point: SweepPoint) -> SweepRow:
         """A recorded run, a graph or files of another writer."""
-        asked = self.question
+        query = self.question
         machine, overrides = self._machine(point)
-        device = point.get("device", asked.device)
+        device = point.get("device", query.device)
         device = None if device is None else str(device)
-        host_factor = float(_understood("host_factor", point.get("host_factor", asked.host_factor), 1.0))
-        size = {name: _understood(name, point[name], 1) if name in point else None for name in _SIZES}
+        host_factor = float(_parse_axis_value("host_factor", point.get("host_factor", query.host_factor), 1.0))
+        size = {name: _parse_axis_value(name, point[name], 1) if name in point else None for name in _SIZES}
         if size["ranks"] is None and size["data_parallel"] is None:
-            size = {"ranks": asked.ranks, "data_parallel": asked.data_parallel}
+            size = {"ranks": query.ranks, "data_parallel": query.data_parallel}
         if size["ranks"] is None and size["data_parallel"] is None:
-            workload = self.source.session or (self.source.graph if self.source.measured else list(asked.inputs))
+            workload = self.source.session or (self.source.graph if self.source.measured else list(query.inputs))
             answer = run(
                 workload, machine, overrides=overrides, device=device, host_factor=host_factor,
-                groups=None if self.source.measured else asked.groups, only=asked.only, step=asked.step,
-                recorded_device=asked.recorded_device,
+                groups=None if self.source.measured else query.groups, only=query.only, step=query.step,
+                recorded_device=query.recorded_device,
             )  # fmt: skip
             ranks = answer.ranks.height
             priced = read_machine(machine, overrides) if machine else None
-            return _answer(ranks, answer.after_ns, priced, answer.notices)
-        of_any_size = read_machine(machine, overrides) if machine else None
-        job = self._job(of_any_size, device, host_factor)
+            return _build_row(ranks, answer.after_ns, priced, answer.notices)
+        unsized_machine = read_machine(machine, overrides) if machine else None
+        job = self._job(unsized_machine, device, host_factor)
         ranks = job.copies(**{name: None if value is None else int(value) for name, value in size.items()})
-        described = of_any_size.for_ranks(ranks * job.axis.positions) if of_any_size else None
-        scaled = job.at(data_parallel=ranks, transfers=on_machine(described) if described else None)
+        described = unsized_machine.for_ranks(ranks * job.axis.positions) if unsized_machine else None
+        scaled = job.at(data_parallel=ranks, transfers=make_transfer_model(described) if described else None)
         interval: SweepRow = {
             "p10_ns": scaled.p10_ns, "p90_ns": scaled.p90_ns, "samples": scaled.data_parallel / job.axis.copies,
         }  # fmt: skip
-        return _answer(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
+        return _build_row(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
 
     def _job(self, machine: Machine | None, device: str | None, host_factor: float) -> RecordedJob:
         """The recorded job on a device; each is made ready once."""
         key = device, host_factor, repr((machine.device, machine.slow)) if machine else ""
         if key not in self._jobs:
-            source, asked = self.source, self.question
+            source, query = self.source, self.question
             if not source.measured:
                 raise UsageError("only recorded runs can be scaled", slug="cannot-scale", hint="name a recorded run")
-            cases = on_device(source, machine, device, host_factor, asked.recorded_device)
-            roles = roles_of(source.session) if source.session else {}
+            cases = build_device_cases(source, machine, device, host_factor, query.recorded_device)
+            roles = find_roles(source.session) if source.session else {}
             self._jobs[key] = RecordedJob(
-                cases.graphs[0], {**roles, **asked.roles}, draws=asked.draws, seed=asked.seed, notices=cases.notices
+                cases.graphs[0], {**roles, **query.roles}, draws=query.draws, seed=query.seed, notices=cases.notices
             )
         return self._jobs[key]
 
@@ -420,76 +420,86 @@ class PointEvaluator:
         kind, base = self.generated
         options, make = _GENERATED[kind]
         values = {**base, **point}
-        chosen = {name: _understood(name, values.get(name, usual), usual) for name, usual in asdict(options()).items()}
+        option_values = {
+            name: _parse_axis_value(name, values.get(name, default), default)
+            for name, default in asdict(options()).items()
+        }
         if kind == "transformer":
-            chosen = self._planned(chosen, point)
+            option_values = self._planned(option_values, point)
         elif self.question.ranks is not None and "ranks" not in point:
-            chosen["ranks"] = self.question.ranks
-        made: generate.Generated = make(options(**chosen))
-        ranks = len(made.programs)
+            option_values["ranks"] = self.question.ranks
+        workload: generate.Generated = make(options(**option_values))
+        ranks = len(workload.programs)
         row: SweepRow = {"ranks": ranks}
         if kind == "transformer":
-            memory = generate.memory_bytes(options(**chosen))
-            row |= {"memory_bytes": memory, "samples": float(chosen["data_parallel"] * chosen["micro_batches"])}
+            memory = generate.estimate_memory(options(**option_values))
+            row |= {
+                "memory_bytes": memory,
+                "samples": float(option_values["data_parallel"] * option_values["micro_batches"]),
+            }
             limit = self.question.memory_limit
             if limit is not None and memory > limit:
-                words = f"a rank would need {units.size(memory)} of memory, and has {units.size(limit)}"
-                return row | {"reason": words}
+                reason = f"a rank would need {units.format_size(memory)} of memory, and has {units.format_size(limit)}"
+                return row | {"reason": reason}
         machine, overrides = self._machine(point)
         assert machine is not None
         described = read_machine(machine, overrides).for_ranks(ranks)
-        with TemporaryDirectory(prefix="traceloom-sweep-") as folder:
-            generate.write_generated(made, Path(folder) / "workload")
-            answer = run(Path(folder) / "workload", described, only=self.question.only)
-        return row | _answer(ranks, answer.after_ns, described, answer.notices)
+        with TemporaryDirectory(prefix="traceloom-sweep-") as directory:
+            generate.write_generated(workload, Path(directory) / "workload")
+            answer = run(Path(directory) / "workload", described, only=self.question.only)
+        return row | _build_row(ranks, answer.after_ns, described, answer.notices)
 
-    def _planned(self, chosen: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
+    def _planned(self, option_values: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
         """Options of a transformer: what is not swept follows from the ranks and the batch of the whole job."""
         ranks, copies = (
-            None if value is None else int(_understood(name, value, 1))
+            None if value is None else int(_parse_axis_value(name, value, 1))
             for name, value in ((name, point.get(name, getattr(self.question, name))) for name in _SIZES)
         )
-        of_copy = chosen["tensor_parallel"] * chosen["pipeline_parallel"]
+        ranks_per_copy = option_values["tensor_parallel"] * option_values["pipeline_parallel"]
         if copies is not None:
-            chosen["data_parallel"] = copies
+            option_values["data_parallel"] = copies
         elif ranks is not None:
-            chosen["data_parallel"], rest = divmod(ranks, of_copy)
-            if rest or not chosen["data_parallel"]:
-                raise UsageError(f"{ranks} ranks are no multiple of the {of_copy} of one copy", slug="cannot-generate")
-        if ranks is not None and chosen["data_parallel"] * of_copy != ranks:
-            raise UsageError(f"{chosen['data_parallel'] * of_copy} ranks, not {ranks}", slug="cannot-generate")
+            option_values["data_parallel"], remainder = divmod(ranks, ranks_per_copy)
+            if remainder or not option_values["data_parallel"]:
+                raise UsageError(
+                    f"{ranks} ranks are no multiple of the {ranks_per_copy} of one copy", slug="cannot-generate"
+                )
+        if ranks is not None and option_values["data_parallel"] * ranks_per_copy != ranks:
+            raise UsageError(
+                f"{option_values['data_parallel'] * ranks_per_copy} ranks, not {ranks}", slug="cannot-generate"
+            )
         if "global_batch" in point:
-            whole = int(_understood("global_batch", point["global_batch"], 1))
-            chosen["micro_batches"], rest = divmod(whole, chosen["data_parallel"])
-            if rest or not chosen["micro_batches"]:
-                text = f"a batch of {whole} is no multiple of {chosen['data_parallel']} samples that go at once"
+            global_batch = int(_parse_axis_value("global_batch", point["global_batch"], 1))
+            option_values["micro_batches"], remainder = divmod(global_batch, option_values["data_parallel"])
+            if remainder or not option_values["micro_batches"]:
+                text = f"a batch of {global_batch} is no multiple of {option_values['data_parallel']} samples that go at once"
                 raise UsageError(text, slug="cannot-generate")
-        return chosen
+        return option_values
 
 
-def _understood(key: str, value: object, usual: float | str) -> Any:
+def _parse_axis_value(key: str, value: object, default: float | str) -> Any:
     """A value of the type that is usual for its key.
 
     Raises:
         UsageError: slug `bad-sweep`: it is none.
     """
-    if isinstance(usual, str):
+    if isinstance(default, str):
         if value not in (names := _NAMES[key]):
             hint = nearest(str(value), names) + f"there are {', '.join(names)}"
             raise UsageError(f"`{value}` is no {key}", slug="bad-sweep", hint=hint)
         return value
-    is_whole = isinstance(usual, int)
+    is_whole = isinstance(default, int)
     if isinstance(value, (int, float)) and math.isfinite(value) and (value > 0 or (value == 0 and key in _MAY_BE_0)):
         if not is_whole:
             return float(value)
         if value == int(value):
             return int(value)
-    least = "of at least 0" if key in _MAY_BE_0 else "above 0"
+    bound_text = "of at least 0" if key in _MAY_BE_0 else "above 0"
     kind = "whole number" if is_whole else "number"
-    raise UsageError(f"`{key}` is a {kind} {least}, not {value}", slug="bad-sweep")
+    raise UsageError(f"`{key}` is a {kind} {bound_text}, not {value}", slug="bad-sweep")
 
 
-def _answer(ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]) -> SweepRow:
+def _build_row(ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]) -> SweepRow:
     price = machine.price_per_hour if machine else None
     cost = None if price is None else price * ranks * time_ns / _NS_PER_HOUR
     flags = "; ".join(notice.message for notice in notices if notice.slug == "transfer-flag")
@@ -510,29 +520,29 @@ def evaluate_points(
         UsageError: slug `bad-sweep`.
         InputError: The workload or the machine is refused.
     """
-    evaluator = PointEvaluator(question)
+    evaluator = SweepEvaluator(question)
     if points:
         evaluator.check(list(next(iter(points.values()))))
-    at_once = min(cores() if processes is None else processes, len(points))
+    at_once = min(count_cores() if processes is None else processes, len(points))
     if at_once < 2:
         yield from ((number, evaluator(point)) for number, point in points.items())
         return
     with (
-        workers("traceloom.workload.simulate.sweep_worker") as beside,
+        start_workers("traceloom.workload.simulate.sweep_worker") as workers,
         ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-sweep", initializer=block_signals) as pool,
     ):
-        each = partial(_in_process, asdict(question), beside=beside)
-        jobs = {pool.submit(each, point): number for number, point in points.items()}
+        evaluate_point = partial(_evaluate_in_process, asdict(question), beside=workers)
+        jobs = {pool.submit(evaluate_point, point): number for number, point in points.items()}
         try:
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         except BaseException:
-            beside.stop()
+            workers.stop()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _in_process(question: dict[str, Any], point: SweepPoint, *, beside: ProcessPool) -> SweepRow:
+def _evaluate_in_process(question: dict[str, Any], point: SweepPoint, *, beside: ProcessPool) -> SweepRow:
     with beside.idle() as process:
         process.send({"question": question, "point": point})
         for answer in process.answers():

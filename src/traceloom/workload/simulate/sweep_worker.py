@@ -11,18 +11,18 @@ import sys
 from typing import Any
 
 from traceloom.errors import TraceloomError
-from traceloom.workload.simulate.sweep import PointEvaluator, SweepQuestion
+from traceloom.workload.simulate.sweep import SweepEvaluator, SweepQuestion
 
 
 def main() -> None:
     """Answer one point after the other, until there are no more."""
-    evaluator: PointEvaluator | None = None
+    evaluator: SweepEvaluator | None = None
     for line in sys.stdin:
         job = json.loads(line)
         if evaluator is None:
             lists = ("inputs", "overrides")
             question: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in job["question"].items()}
-            evaluator = PointEvaluator(SweepQuestion(**question))
+            evaluator = SweepEvaluator(SweepQuestion(**question))
         try:
             answer: dict[str, Any] = {"row": evaluator(job["point"])}
         except TraceloomError as error:

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.bandwidth import with_sizes
+from traceloom.analyze.bandwidth import add_sizes
 from traceloom.errors import UsageError
 from traceloom.graph import graph as gs
-from traceloom.graph.evaluate import LONGEST_NS
-from traceloom.graph.graph import Graph, array, point_times
+from traceloom.graph.evaluate import MAX_DURATION_NS
+from traceloom.graph.graph import Graph, get_column_array, get_point_times
 from traceloom.system import units
 from traceloom.trace.array_types import Bools, Floats, Ints
-from traceloom.trace.frames import schema
+from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
-from traceloom.workload.collective_algorithms import KINDS_OF, Schedule, schedule
+from traceloom.workload.collective_algorithms import KINDS_OF, Schedule, build_schedule
 from traceloom.workload.simulate.machine import Machine
 from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_times
 
@@ -53,37 +53,43 @@ class Operations:
         return self.table.height
 
 
-def operations(graph: Graph) -> Operations:
+def find_operations(graph: Graph) -> Operations:
     """Find the communications of a graph that has its meetings."""
-    kind = array(graph, graph.nodes["kind"])
+    kind = get_column_array(graph, graph.nodes["kind"])
     meeting = np.flatnonzero(kind == gs.NODE_KINDS.index(gs.RENDEZVOUS))
     number = np.full(graph.nodes.height, -1, dtype=np.int64)
     number[meeting] = np.arange(meeting.size)
-    source, target = (array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
+    source, target = (get_column_array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
     to_end = graph.edges["to_end"].to_numpy()
     edge = np.flatnonzero((number[source] >= 0) & to_end)
     communicates = np.isin(kind, [gs.NODE_KINDS.index(name) for name in gs.COMMUNICATION])
-    into = np.flatnonzero((number[target] >= 0) & communicates[source])
+    entering_edges = np.flatnonzero((number[target] >= 0) & communicates[source])
     pairs = np.unique(
-        np.concatenate([number[source[edge]], number[target[into]]]) * graph.nodes.height
-        + np.concatenate([target[edge], source[into]])
+        np.concatenate([number[source[edge]], number[target[entering_edges]]]) * graph.nodes.height
+        + np.concatenate([target[edge], source[entering_edges]])
     )
-    of_part, part = np.divmod(pairs, max(graph.nodes.height, 1))
-    return Operations(_table(graph, meeting, part, of_part), edge, number[source[edge]], part.astype(np.int64), of_part)
+    part_operation, part = np.divmod(pairs, max(graph.nodes.height, 1))
+    return Operations(
+        _build_table(graph, meeting, part, part_operation),
+        edge,
+        number[source[edge]],
+        part.astype(np.int64),
+        part_operation,
+    )
 
 
-def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFrame:
+def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) -> pl.DataFrame:
     """See `Operations.table`."""
-    about = pl.DataFrame({"row": of_part, "node": part.astype(np.uint32)}).join(
+    part_table = pl.DataFrame({"row": part_operation, "node": part.astype(np.uint32)}).join(
         graph.communication, on="node", how="left", maintain_order="left"
     )
-    about = about.with_columns(graph.nodes["rank"].gather(part).alias("rank"))
+    part_table = part_table.with_columns(graph.nodes["rank"].gather(part).alias("rank"))
     message = pl.col("kind").is_in(["send", "receive"])
     sender = pl.when(pl.col("kind") == "receive").then("peer").otherwise("rank")
     receiver = pl.when(pl.col("kind") == "receive").then("rank").otherwise("peer")
     split = (pl.col("kind") == "all_to_all") & (pl.col("in_splits").list.sum() > 0) & pl.col("in_bytes").is_not_null()
     table = (
-        about.group_by("row")
+        part_table.group_by("row")
         .agg(
             pl.col("instance", "kind", "group", "ranks").first(),
             pl.max("in_bytes", "out_bytes", "group_size"),
@@ -102,7 +108,7 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
     pair = pl.concat_list("sender", "receiver")
     is_message = pl.col("kind").is_in(["send", "receive"])
     world = pl.lit(graph.world_size, dtype=pl.Int32)
-    whole = pl.int_ranges(0, world, dtype=pl.Int32)
+    all_ranks = pl.int_ranges(0, world, dtype=pl.Int32)
     members = (
         pl.when(is_message)
         .then(pl.when(pl.col("sender").is_not_null() & pl.col("receiver").is_not_null()).then(pair))
@@ -111,7 +117,7 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
         .when(pl.col("group_size").fill_null(pl.col("parts")) == pl.col("parts"))
         .then("recorded")
         .when(pl.col("group_size") == world)
-        .then(whole)
+        .then(all_ranks)
     )
     table = table.with_columns(members.alias("members")).with_columns(
         # Of a message both ends are in it, whatever group they are of.
@@ -122,45 +128,47 @@ def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFra
         pl.concat_list("peer"), pl.col("members").list.set_difference(pl.concat_list("peer")).list.sort()
     )
     rooted = pl.col("kind").is_in(ROOTED) & pl.col("members").list.contains(pl.col("peer"))
-    table = with_sizes(table).with_columns(
+    table = add_sizes(table).with_columns(
         pl.when(rooted.fill_null(value=False)).then(root_first).otherwise("members").alias("members"),
         meeting=pl.Series(meeting).gather(table["row"]),
-        splits=_splits(table),
+        splits=_build_splits(table),
     )
     return table.select(
         "meeting", "instance", "kind", "group", "group_size", "members", "size_bytes", "bus_factor", "parts", "splits"
     )
 
 
-def _splits(table: pl.DataFrame) -> pl.Series:
+def _build_splits(table: pl.DataFrame) -> pl.Series:
     """See `Operations.table`; what nobody recorded is as even as the mean of the others."""
     matrices: list[list[int] | None] = [None] * table.height
     rows = table.with_row_index("at").filter(pl.col("split_ranks").list.len() > 0).drop_nulls("members")
     columns = ("at", "members", "split_ranks", "split_lists", "put_in")
-    for at, members, split_ranks, split_lists, put_in in rows.select(columns).iter_rows():
+    for row, members, split_ranks, split_lists, put_in in rows.select(columns).iter_rows():
         even = len({part for split in split_lists for part in split}) == 1
         if even or any(len(split) != len(members) for split in split_lists):
             continue
         matrix = np.full((len(members), len(members)), np.mean(put_in) / len(members))
-        for rank, split, whole in zip(split_ranks, split_lists, put_in, strict=True):
-            matrix[members.index(rank)] = np.array(split) * whole / sum(split)
-        matrices[at] = np.rint(matrix).astype(np.int64).ravel().tolist()
+        for rank, split, sent_bytes in zip(split_ranks, split_lists, put_in, strict=True):
+            matrix[members.index(rank)] = np.array(split) * sent_bytes / sum(split)
+        matrices[row] = np.rint(matrix).astype(np.int64).ravel().tolist()
     return pl.Series("splits", matrices, dtype=pl.List(pl.Int64))
 
 
-def transfers_ns(graph: Graph, of: Operations) -> Ints:
+def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
     """How long each communication took from its meeting to the end of its middle part; shape (communications,), ns."""
-    times = point_times(graph)
-    target = array(graph, graph.edges["target"]).astype(np.int64)[of.edge]
-    took = times[2 * target + 1] - times[2 * of.table["meeting"].to_numpy().astype(np.int64)[of.of_edge]]
-    rows = pl.DataFrame({"row": of.of_edge, "took": np.maximum(took, 0)})
+    times = get_point_times(graph)
+    target = get_column_array(graph, graph.edges["target"]).astype(np.int64)[operations.edge]
+    took = (
+        times[2 * target + 1] - times[2 * operations.table["meeting"].to_numpy().astype(np.int64)[operations.of_edge]]
+    )
+    rows = pl.DataFrame({"row": operations.of_edge, "took": np.maximum(took, 0)})
     middle = rows.group_by("row").agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
-    out = np.zeros(len(of), dtype=np.int64)
+    out = np.zeros(len(operations), dtype=np.int64)
     out[middle["row"].to_numpy()] = middle["took"].to_numpy()
     return out
 
 
-_LEAST = 1e-12  # of a link's bandwidth: rounding may leave less than nothing
+_MIN_SHARE = 1e-12  # of a link's bandwidth: rounding may leave less than nothing
 FULL = 1 + 1e-9  # of a link; what is more does not fit
 
 
@@ -194,8 +202,10 @@ class Transfers:
         classes = int(self.of_class.max(initial=-1)) + 1
         if not self.share.height:  # latencies alone
             return LinkBundles.none(classes)
-        asked = self.share.sort("link", "of_class").group_by("link", maintain_order=True).agg("of_class", "share")
-        alike = asked.group_by("of_class", "share", maintain_order=True).agg("link").with_row_index("bundle")
+        shares_by_link = (
+            self.share.sort("link", "of_class").group_by("link", maintain_order=True).agg("of_class", "share")
+        )
+        alike = shares_by_link.group_by("of_class", "share", maintain_order=True).agg("link").with_row_index("bundle")
         rows = alike.select("bundle", "of_class", "share").explode("of_class", "share").sort("of_class", "bundle")
         return LinkBundles(
             np.searchsorted(rows["of_class"].to_numpy(), np.arange(classes + 1)),
@@ -240,25 +250,25 @@ class LinkBundles:
         part = slice(int(self.first[number]), int(self.first[number + 1]))
         return self.bundle[part], self.share[part]
 
-    def uses(self, of_class: Ints) -> tuple[Ints, Ints, Floats]:
+    def uses(self, class_by_operation: Ints) -> tuple[Ints, Ints, Floats]:
         """What communications of these classes (-1: none) use: row, bundle and share, row by row."""
-        at = np.flatnonzero(of_class >= 0)
-        count = np.diff(self.first)[of_class[at]]
-        row = np.repeat(at, count)
-        entry = self.first[of_class[row]] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+        linked_rows = np.flatnonzero(class_by_operation >= 0)
+        count = np.diff(self.first)[class_by_operation[linked_rows]]
+        row = np.repeat(linked_rows, count)
+        entry = self.first[class_by_operation[row]] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
         return row, self.bundle[entry], self.share[entry]
 
-    def overfull(self, of_class: Ints, start: Ints, end: Ints) -> bool:
+    def overfull(self, class_by_operation: Ints, start: Ints, end: Ints) -> bool:
         """Whether communications at these times ask more of a link than it has; shapes (M,)."""
-        row, bundle, asked = self.uses(np.where(end > start, of_class, -1))
+        row, bundle, requested = self.uses(np.where(end > start, class_by_operation, -1))
         # On each bundle in the order of time, ends before starts, what is asked so far.
         times = np.concatenate([start[row], end[row]])
-        change = np.concatenate([asked, -asked])
+        change = np.concatenate([requested, -requested])
         order = np.lexsort((change, times, np.concatenate([bundle, bundle])))
         return bool((np.cumsum(change[order]) > FULL).any())
 
 
-def fair_speeds(share: Floats) -> tuple[Floats, Ints]:
+def compute_fair_speeds(share: Floats) -> tuple[Floats, Ints]:
     """How fast transfers get on that share links, as fractions of their speed alone: max-min fair.
 
     All get more at once, until a link is full: whoever needs that link gets no more, and the others go on. What counts
@@ -272,34 +282,34 @@ def fair_speeds(share: Floats) -> tuple[Floats, Ints]:
     """
     count = len(share)
     speed, held_by = np.ones(count), np.full(count, -1, dtype=np.int64)
-    most = share.max(axis=1, initial=0.0)
+    max_share = share.max(axis=1, initial=0.0)
     short = np.flatnonzero(share.sum(axis=0) > FULL)  # no other link can hold anything back
     share = share[:, short]
     open_ = share.any(axis=1)
-    weight = np.divide(share, most[:, None], out=np.zeros_like(share), where=share > 0)
+    weight = np.divide(share, max_share[:, None], out=np.zeros_like(share), where=share > 0)
     while open_.any():
         rise = weight[open_].sum(axis=0)
-        room = 1.0 - speed[~open_] @ share[~open_]
-        level = np.divide(room, rise, out=np.full(rise.size, np.inf), where=rise > 0)
-        least = max(float(level.min()), _LEAST)
-        enough = open_ & (most <= least * FULL)
+        free_share = 1.0 - speed[~open_] @ share[~open_]
+        level = np.divide(free_share, rise, out=np.full(rise.size, np.inf), where=rise > 0)
+        min_level = max(float(level.min()), _MIN_SHARE)
+        enough = open_ & (max_share <= min_level * FULL)
         if enough.any():
             open_ &= ~enough
             continue
         # Links that are full at the same level are full at once.
-        tight = level <= least * FULL
+        tight = level <= min_level * FULL
         stopped = open_ & share[:, tight].any(axis=1)
-        speed[stopped] = least / most[stopped]
+        speed[stopped] = min_level / max_share[stopped]
         held_by[stopped] = short[np.argmax((share[stopped] > 0) & tight, axis=1)]
         open_ &= ~stopped
     return speed, held_by
 
 
-SHARES = schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64})
+SHARES = build_schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64})
 _PIPELINED = ("tree", "double-tree")
 _CHUNK = 1 << 19  # bytes that trees and chains hand on at once
-_MOST_CHUNKS = 64
-_MOST_BYTES = 2.0**62  # of a link; files name any size
+_MAX_CHUNKS = 64
+_MAX_BYTES = 2.0**62  # of a link; files name any size
 _FLAGS = {
     "kind": "kind not measured, by schedule",
     "span": "not measured inside or between hosts, by schedule",
@@ -310,7 +320,7 @@ _REDUCED = 3  # bytes that a device moves to reduce one: two read, one written
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Modelled:
+class ModelledTransfer:
     """One communication, alone on a network.
 
     Attributes:
@@ -334,14 +344,14 @@ class _Pricing:
 
     machine: Machine
     network: MachineNetwork = field(init=False)
-    _known: dict[tuple[str, tuple[int, ...], int, tuple[int, ...]], Modelled] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[int, ...], int, tuple[int, ...]], ModelledTransfer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.network = MachineNetwork(self.machine)
 
     def modelled(
         self, kind: str, members: Sequence[int], size_bytes: int, splits: Sequence[int] = ()
-    ) -> Modelled | None:
+    ) -> ModelledTransfer | None:
         """A communication by its schedule; None where no schedule can do its kind.
 
         Args:
@@ -357,17 +367,17 @@ class _Pricing:
             self._known[key] = self.model(*key)
         return self._known[key]
 
-    def model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> Modelled:
+    def model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> ModelledTransfer:
         machine = self.machine
-        places = machine.places[list(members)]
+        positions = machine.places[list(members)]
         order = np.asarray(members)
         if kind in ROOTED:
-            order = np.concatenate([order[:1], order[1:][np.argsort(places[1:])]])
-        by_place = np.argsort(places)
-        matrix = np.array(splits).reshape(len(members), -1)[np.ix_(by_place, by_place)] if splits else None
+            order = np.concatenate([order[:1], order[1:][np.argsort(positions[1:])]])
+        position_order = np.argsort(positions)
+        matrix = np.array(splits).reshape(len(members), -1)[np.ix_(position_order, position_order)] if splits else None
         if kind not in {*ROOTED, "send"}:
-            order = order[by_place]
-        hosts = np.unique(places // machine.ranks_per_host, return_counts=True)[1]
+            order = order[position_order]
+        hosts = np.unique(positions // machine.ranks_per_host, return_counts=True)[1]
         algorithm: str = "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
         stated = any(r.collective == kind and (r.below is None or size_bytes < r.below) for r in machine.algorithms)
         # One ring over several hosts would use one network card of each.
@@ -375,8 +385,8 @@ class _Pricing:
             several = hosts.size > 1 and hosts.min() == hosts.max() > 1
             algorithm = "two-level" if several else algorithm
         size = size_bytes // len(members) if kind == "all_gather" else size_bytes
-        chunks = min(max(size // _CHUNK, 1), _MOST_CHUNKS) if algorithm in _PIPELINED or kind in ROOTED else 1
-        plan = schedule(
+        chunks = min(max(size // _CHUNK, 1), _MAX_CHUNKS) if algorithm in _PIPELINED or kind in ROOTED else 1
+        plan = build_schedule(
             "broadcast" if kind == "send" else kind,
             algorithm,
             len(members),
@@ -388,10 +398,12 @@ class _Pricing:
         use = LinkUse(self.network)
         memory = machine.device.memory if machine.device else None
         reduction = _REDUCED * 1e9 / memory if memory else 0.0
-        ends = finish_times(plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use)
+        end_ns = finish_times(
+            plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use
+        )
         links = np.flatnonzero(use.bytes > 0)
-        carried = np.rint(np.minimum(use.bytes[links], _MOST_BYTES)).astype(np.int64)
-        return Modelled(float(ends.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm)
+        carried = np.rint(np.minimum(use.bytes[links], _MAX_BYTES)).astype(np.int64)
+        return ModelledTransfer(float(end_ns.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm)
 
     def card_ns(self, plan: Schedule, order: Ints) -> float:
         """What the bytes of the busiest network card take, whatever links there are."""
@@ -402,14 +414,14 @@ class _Pricing:
         home = self.machine.places[order] // block
         passed = np.zeros((2, plan.ranks))
         for part in plan.rounds:
-            leaves = home[part.source] != home[part.target]
-            np.add.at(passed[0], part.source[leaves], part.bytes[leaves])
-            np.add.at(passed[1], part.target[leaves], part.bytes[leaves])
+            leaves_host = home[part.source] != home[part.target]
+            np.add.at(passed[0], part.source[leaves_host], part.bytes[leaves_host])
+            np.add.at(passed[1], part.target[leaves_host], part.bytes[leaves_host])
         speed = card.bandwidth * self.machine.network_speeds()[order]
         return float((passed / speed).max(initial=0.0))
 
 
-def transfers_on(
+def compute_transfers(
     machine: Machine, table: pl.DataFrame, recorded_ns: Ints, measured_on: Machine | None = None
 ) -> Transfers:
     """The transfers of communications on a machine.
@@ -424,11 +436,11 @@ def transfers_on(
     """
     pricing = _Pricing(machine)
     base = pricing if measured_on is None else _Pricing(measured_on)
-    about = ["kind", "members", "size_bytes", "splits"]
-    asked = table.select(about).with_columns(key=pl.struct(about).rank("dense"))
-    distinct = asked.unique("key", keep="first").sort("key")
-    priced = [_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
-    of_class = asked["key"].to_numpy().astype(np.int64) - 1
+    request_columns = ["kind", "members", "size_bytes", "splits"]
+    requests = table.select(request_columns).with_columns(key=pl.struct(request_columns).rank("dense"))
+    distinct = requests.unique("key", keep="first").sort("key")
+    priced = [_compute_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
+    class_by_operation = requests["key"].to_numpy().astype(np.int64) - 1
     priceable = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
     times = np.array([price.time_ns or 0 for price in priced], dtype=np.int64)
     shares = []
@@ -439,20 +451,20 @@ def transfers_on(
         share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
         shares.append(pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(of_class=number))
     columns = list(SHARES)
-    replaced = priceable[of_class]
+    replaced = priceable[class_by_operation]
     return Transfers(
-        np.where(replaced, times[of_class], recorded_ns),
+        np.where(replaced, times[class_by_operation], recorded_ns),
         replaced,
-        of_class,
+        class_by_operation,
         pl.concat([SHARES.to_frame(), *(frame.select(columns).cast(SHARES) for frame in shares)]),
         pricing.network.links.select("link", "name", "source", "target"),
-        [priced[k].algorithm for k in of_class.tolist()],
-        [priced[k].flag for k in of_class.tolist()],
-        np.array([price.card_ns for price in priced], dtype=np.int64)[of_class],
+        [priced[k].algorithm for k in class_by_operation.tolist()],
+        [priced[k].flag for k in class_by_operation.tolist()],
+        np.array([price.card_ns for price in priced], dtype=np.int64)[class_by_operation],
     )
 
 
-def transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
+def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
     """What must be known of transfers: how many of them each flag is about."""
     single = [flag for text in flags for flag in text.split("; ") if flag]
     counts = pl.Series("flag", single, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
@@ -467,15 +479,15 @@ class _Price:
     """The time of one communication (None where it stays as recorded), where it is from, and what must be known."""
 
     time_ns: int | None
-    modelled: Modelled | None = None
+    modelled: ModelledTransfer | None = None
     algorithm: str | None = None
     flag: str = ""
     card_ns: int = 0
 
 
-def _price(pricing: _Pricing, base: _Pricing, asked: dict[str, Any]) -> _Price:
-    """What one communication takes; `asked` is a row of the table."""
-    kind, members, size_bytes, splits = (asked[name] for name in ("kind", "members", "size_bytes", "splits"))
+def _compute_price(pricing: _Pricing, base: _Pricing, request: dict[str, Any]) -> _Price:
+    """What one communication takes; `request` is a row of the table."""
+    kind, members, size_bytes, splits = (request[name] for name in ("kind", "members", "size_bytes", "splits"))
     if kind == "barrier":
         size_bytes = 0
     if kind is None or members is None or size_bytes is None:
@@ -492,16 +504,16 @@ def _price(pricing: _Pricing, base: _Pricing, asked: dict[str, Any]) -> _Price:
     else:
         time_ns, algorithm = measured.time_ns, None
         if base is not pricing and modelled is not None:
-            there = base.modelled(kind, members, size_bytes, splits or ())
-            if there is not None and there.time_ns > 0:
-                time_ns *= modelled.time_ns / there.time_ns
+            base_model = base.modelled(kind, members, size_bytes, splits or ())
+            if base_model is not None and base_model.time_ns > 0:
+                time_ns *= modelled.time_ns / base_model.time_ns
                 flags.append("measured before the network was changed")
         if time_ns < int(card_ns):
             time_ns = int(card_ns)
             flags.append("held to what network cards allow")
-    if not max(time_ns, card_ns) < LONGEST_NS:
+    if not max(time_ns, card_ns) < MAX_DURATION_NS:
         raise UsageError(
-            f"one {kind} of {units.size(size_bytes)} over {len(members)} ranks takes more than 100 days",
+            f"one {kind} of {units.format_size(size_bytes)} over {len(members)} ranks takes more than 100 days",
             slug="times-too-long",
             hint="bandwidths are in 10^9 B/s, latencies in ns",
         )

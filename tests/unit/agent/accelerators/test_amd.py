@@ -11,9 +11,9 @@ import pytest
 from support.amd import card, metrics_file, mi250x, mi300x, write
 from support.devices import values
 from traceloom.agent.accelerators.amd import AmdAccelerator
-from traceloom.agent.accelerators.backend import DeviceProcess, NotHere
+from traceloom.agent.accelerators.backend import BackendUnavailable, DeviceProcess
 from traceloom.agent.config import Collect, Config
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 
 FIRST, SECOND = "GPU-a3f2b1c4d5e6f700", "GPU-a3f2b1c4d5e6f701"
 
@@ -36,7 +36,7 @@ def test_every_metric_has_the_value_of_its_file(tmp_path: Path) -> None:
     back_end = _back_end(tmp_path)
     back_end.devices()
     readings = back_end.sample()
-    Board().put("accelerators", readings, 1)
+    Snapshot().put("accelerators", readings, 1)
     of_first = {
         (reading.metric, *reading.labels[1:]): reading.value for reading in readings if reading.labels[0] == FIRST
     }
@@ -146,7 +146,7 @@ def test_a_device_that_vanishes_is_no_longer_listed(tmp_path: Path) -> None:
 
 def test_other_vendors_cards_are_none_of_its(tmp_path: Path) -> None:
     card(tmp_path, 0, "0000:0a:00.0", {"vendor": "0x10de"})
-    with pytest.raises(NotHere, match="load the driver amdgpu"):
+    with pytest.raises(BackendUnavailable, match="load the driver amdgpu"):
         _back_end(tmp_path)
 
 

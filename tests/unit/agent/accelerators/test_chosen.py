@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators.backend import GROUP, OURS, back_ends
+from traceloom.agent.accelerators.backend import BUILTIN_BACKENDS, ENTRY_POINT_GROUP, create_backends
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.config import Accelerators, Config
 from traceloom.errors import InputError
@@ -43,30 +43,30 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-asic\nVersion: 1.0\n", encoding="utf-8")
     (information / "entry_points.txt").write_text(
-        f"[{GROUP}]\nasic = acme_asic:Asic\nbroken = acme_missing:Asic\n", encoding="utf-8"
+        f"[{ENTRY_POINT_GROUP}]\nasic = acme_asic:Asic\nbroken = acme_missing:Asic\n", encoding="utf-8"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_ours_are_declared_for_others_to_see() -> None:
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["entry-points"][GROUP] == OURS
+    assert project["project"]["entry-points"][ENTRY_POINT_GROUP] == BUILTIN_BACKENDS
 
 
 def test_those_that_need_a_setting_run_where_it_is_set() -> None:
-    assert [each.name for each in back_ends(Config())] == ["nvml", "amd"]
+    assert [each.name for each in create_backends(Config())] == ["nvml", "amd"]
     settings = Accelerators(scrape=("http://127.0.0.1:9400/metrics",), simulated=2, recorded="samples.jsonl")
-    assert [each.name for each in back_ends(Config(accelerators=settings))] == list(OURS)
+    assert [each.name for each in create_backends(Config(accelerators=settings))] == list(BUILTIN_BACKENDS)
 
 
 def test_those_named_run_in_their_order() -> None:
     settings = Accelerators(backends=("simulated", "nvml"))
-    assert [each.name for each in back_ends(Config(accelerators=settings))] == ["simulated", "nvml"]
+    assert [each.name for each in create_backends(Config(accelerators=settings))] == ["simulated", "nvml"]
 
 
 def test_a_name_that_is_not_installed_is_refused_with_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean `simulated`") as raised:
-        back_ends(Config(accelerators=Accelerators(backends=("simulate",))))
+        create_backends(Config(accelerators=Accelerators(backends=("simulate",))))
     assert raised.value.slug == "wrong-config"
 
 

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators.backend import DeviceProcess, NotHere, Watched
+from traceloom.agent.accelerators.backend import BackendUnavailable, DeviceProcess, TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.simulated import (
-    OVER,
-    Load,
+    RECORDING_ENDED,
+    DeviceLoad,
     RecordedAccelerator,
     SampleWriter,
     SimulatedAccelerator,
-    samples,
+    read_samples,
 )
 from traceloom.agent.config import Accelerators, Config
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 from traceloom.errors import InputError
 
 EIGHT = Config(host="h", accelerators=Accelerators(simulated=8))
@@ -49,7 +49,7 @@ def test_all_of_it_can_be_put_on_the_board_and_is_plausible() -> None:
     for _ in range(30):
         clock.now += 10
         readings = back_end.sample()
-        Board().put("accelerators", readings, 1)
+        Snapshot().put("accelerators", readings, 1)
         assert all(0 <= reading.value <= 1 for reading in readings if reading.metric.endswith("_ratio"))
         used, free, reserved, limit = (
             sum(values(readings, f"gpu_memory_{part}_bytes").values()) for part in ("used", "free", "reserved", "limit")
@@ -61,7 +61,7 @@ def test_all_of_it_can_be_put_on_the_board_and_is_plausible() -> None:
 def test_energy_is_power_over_time() -> None:
     clock = Clock()
     back_end = SimulatedAccelerator(EIGHT, clock)
-    back_end.planted[0] = Load(busy=1.0, pipes={}, power_watts=500.0)
+    back_end.overrides[0] = DeviceLoad(busy=1.0, pipes={}, power_watts=500.0)
     back_end.sample()
     clock.now += 4
     energy = values(back_end.sample(), "gpu_energy_joules_total")
@@ -71,7 +71,7 @@ def test_energy_is_power_over_time() -> None:
 def test_a_planted_load_is_what_is_read() -> None:
     back_end = SimulatedAccelerator(EIGHT)
     process = DeviceProcess(device="", pid=5, busy_ratio=0.5)
-    back_end.planted[3] = Load(busy=0.25, pipes={"hmma": 0.5}, power_watts=321.0, processes=[process])
+    back_end.overrides[3] = DeviceLoad(busy=0.25, pipes={"hmma": 0.5}, power_watts=321.0, processes=[process])
     readings = back_end.sample()
     uuid = back_end.uuid(3)
     assert values(readings, "gpu_busy_ratio")[uuid,] == 0.25
@@ -79,14 +79,14 @@ def test_a_planted_load_is_what_is_read() -> None:
     assert values(readings, "gpu_pipe_active_ratio")[uuid, "fp64"] == 0.0
     assert values(readings, "gpu_power_watts")[uuid,] == 321.0
     assert back_end.processes() == [DeviceProcess(device=uuid, pid=5, busy_ratio=0.5)]
-    back_end.planted[3].stale = "fallen off the bus"
+    back_end.overrides[3].stale = "fallen off the bus"
     assert back_end.devices()[3].stale == "fallen off the bus"
     assert (uuid,) not in values(back_end.sample(), "gpu_busy_ratio")
     assert back_end.processes() == []
 
 
 def test_an_estimate_that_one_device_has_is_not_missed_in_another() -> None:
-    watched = Watched("simulated", lambda: back_end, 30.0)
+    watched = TimeLimitedBackend("simulated", lambda: back_end, 30.0)
     back_end = SimulatedAccelerator(EIGHT)
     collector = AcceleratorCollector(EIGHT, [watched])
     collector.collect()
@@ -115,9 +115,9 @@ def test_pipes_rest_while_paused() -> None:
 
 
 def test_none_are_simulated_by_default() -> None:
-    with pytest.raises(NotHere, match="simulated = 8"):
+    with pytest.raises(BackendUnavailable, match="simulated = 8"):
         SimulatedAccelerator(Config())
-    with pytest.raises(NotHere, match="recorded = FILE"):
+    with pytest.raises(BackendUnavailable, match="recorded = FILE"):
         RecordedAccelerator(Config())
 
 
@@ -127,7 +127,7 @@ def _record(path: Path, times: tuple[float, ...]) -> None:
         clock = Clock()
         clock.now = second
         back_end = SimulatedAccelerator(EIGHT, clock)
-        back_end.planted[0] = Load(busy=second / 100, pipes={}, power_watts=1.0)
+        back_end.overrides[0] = DeviceLoad(busy=second / 100, pipes={}, power_watts=1.0)
         from traceloom.agent.accelerators.backend import DeviceEvent, Sample
 
         writer.write(
@@ -162,7 +162,7 @@ def test_samples_come_back_as_far_apart_as_they_were(tmp_path: Path) -> None:
         10.5: (0.2, "", [79], 1),
         15.0: (0.25, "", [79], 1),
         19.0: (0.25, "", [], 1),
-        21.0: (None, OVER, [], 0),
+        21.0: (None, RECORDING_ENDED, [], 0),
     }
     played.close()
 
@@ -194,7 +194,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     _record(path, (10.0, 20.0))
     path.write_bytes(path.read_bytes()[:-5])
-    assert [sample.at_ns for sample in samples(path)] == [10_000_000_000]
+    assert [sample.at_ns for sample in read_samples(path)] == [10_000_000_000]
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b'{"format":"x","version":1}\n'])
@@ -202,7 +202,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_bytes(text)
     with pytest.raises(InputError) as raised:
-        list(samples(path))
+        list(read_samples(path))
     assert raised.value.slug == "wrong-recording"
 
 
@@ -210,7 +210,7 @@ def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_bytes(b'{"format":"traceloom-accelerators","version":9}\n')
     with pytest.raises(InputError) as raised:
-        list(samples(path))
+        list(read_samples(path))
     assert raised.value.slug == "other-version"
 
 
@@ -221,4 +221,4 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     lines[1] = b"{broken\n"
     path.write_bytes(b"".join(lines))
     with pytest.raises(InputError, match="line 2"):
-        list(samples(path))
+        list(read_samples(path))

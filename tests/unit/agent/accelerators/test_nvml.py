@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.nvml import H100, compiled, steps, with_device
-from traceloom.agent.accelerators.nvml import why_not
-from traceloom.agent.flops import device_model
+from traceloom.agent.accelerators.nvml import explain_nvml_error
+from traceloom.agent.flops import find_device_model
 
 MIB = 1 << 20
 GPU = "GPU-aaaa"
@@ -128,7 +128,7 @@ def test_multiprocessors_are_counted_by_architecture(
     (answer,) = steps(library, tmp_path, {"script": script})
     device = answer["devices"]["G"]
     assert (device["multiprocessors"], device["architecture"]) == (multiprocessors, architecture)
-    model = device_model(name)
+    model = find_device_model(name)
     assert model is None or (model.multiprocessors, model.architecture) == (multiprocessors, architecture)
 
 
@@ -427,5 +427,8 @@ def test_no_driver_is_no_failure(tmp_path: Path, library: Path) -> None:
 
 def test_a_metric_that_a_driver_does_not_know_is_said_so() -> None:
     pynvml = pytest.importorskip("pynvml")
-    assert why_not(pynvml, pynvml.NVML_ERROR_INVALID_ARGUMENT) == "the driver does not know it: newer drivers may"
-    assert why_not(pynvml, pynvml.NVML_ERROR_TIMEOUT) == "Timeout"
+    assert (
+        explain_nvml_error(pynvml, pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        == "the driver does not know it: newer drivers may"
+    )
+    assert explain_nvml_error(pynvml, pynvml.NVML_ERROR_TIMEOUT) == "Timeout"

@@ -13,13 +13,13 @@ import pytest
 from support.devices import ByHand, values
 from support.exporters import AMD, DCGM_3, DCGM_4, DCGM_4_SERIES, TPU, serving, text
 from traceloom.agent.accelerators import scrape as scrape_module
-from traceloom.agent.accelerators.backend import Device, NotHere, Watched
+from traceloom.agent.accelerators.backend import BackendUnavailable, Device, TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.accelerators.scrape import ScrapedAccelerator, parsed
+from traceloom.agent.accelerators.scrape import ScrapedAccelerator, parse_exporter_text
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.flops import MatrixTypes
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 
 MIB = 1 << 20
 
@@ -60,11 +60,11 @@ def test_dcgm_exporter_3() -> None:
         ("gpu_link_bytes_per_second", "GPU-aaaa", "pcie", "transmit"): 123456.0,
         ("gpu_memory_used_bytes", "GPU-aaaa/2"): 512.0 * MIB,
     }, "no Xid 0, and no number where DCGM has none"
-    Board().put("accelerators", readings, 1)
+    Snapshot().put("accelerators", readings, 1)
 
 
 def test_the_names_of_dcgm_4_6() -> None:
-    devices, readings = parsed(DCGM_4)
+    devices, readings = parse_exporter_text(DCGM_4)
     device = devices["GPU-bbbb"]
     assert (device.pci, device.driver, device.architecture) == ("00000000:1B:00.0", "580.65.06", "hopper")
     expected = {(metric, "GPU-bbbb", *labels): value for _, metric, labels, value in DCGM_4_SERIES.values()}
@@ -103,12 +103,12 @@ def test_the_exporter_of_amd() -> None:
     prefixed = "".join(
         line if line.startswith("#") else "amd_" + line for line in AMD.splitlines(keepends=True) if line[0] != "#"
     )
-    assert parsed(prefixed)[1] == readings, "newer ones print a prefix"
+    assert parse_exporter_text(prefixed)[1] == readings, "newer ones print a prefix"
 
 
 def test_what_is_no_number_is_absent() -> None:
     for value in ("NaN", "+Inf"):
-        assert parsed(f'DCGM_FI_DEV_POWER_USAGE{{UUID="G",gpu="0"}} {value}\n')[1] == []
+        assert parse_exporter_text(f'DCGM_FI_DEV_POWER_USAGE{{UUID="G",gpu="0"}} {value}\n')[1] == []
 
 
 def test_power_is_the_first_that_the_exporter_of_amd_has() -> None:
@@ -116,13 +116,13 @@ def test_power_is_the_first_that_the_exporter_of_amd_has() -> None:
         ("gpu_power_usage", "gpu_average_package_power", "gpu_package_power"), 1)}  # fmt: skip
     told = []
     while lines:
-        told += values(parsed("".join(lines.values()))[1], "gpu_power_watts").values()
+        told += values(parse_exporter_text("".join(lines.values()))[1], "gpu_power_watts").values()
         lines.popitem()
     assert told == [3.0, 2.0, 1.0]
 
 
 def test_the_exporter_of_tpus() -> None:
-    devices, readings = parsed(TPU)
+    devices, readings = parse_exporter_text(TPU)
     used, other = devices["1234567890123456789-4"], devices["1234567890123456789-0"]
     assert (used.vendor, used.model, used.index, used.owner["pod"]) == ("google", "tpu-v6e-slice", "4", "serve-0")
     assert other.owner == {}
@@ -136,8 +136,8 @@ def test_the_exporter_of_tpus() -> None:
 def test_every_alias_is_read_back() -> None:
     """What we publish under a name of dcgm-exporter has the value that we would read from it."""
     for metric in METRICS.values():
-        for alias in metric.dcgm:
-            _, readings = parsed(f'{alias.name}{{UUID="G",gpu="0"}} {3 * alias.factor}\n')
+        for alias in metric.dcgm_aliases:
+            _, readings = parse_exporter_text(f'{alias.name}{{UUID="G",gpu="0"}} {3 * alias.factor}\n')
             assert [(reading.metric, reading.value) for reading in readings] == [(metric.name, 3.0)], alias.name
             assert all(label in ("G", "", *dict(alias.where).values()) for label in readings[0].labels)
 
@@ -172,7 +172,10 @@ def test_pipes_come_from_the_exporter_where_the_driver_does_not_count_them() -> 
         )
         by_hand.sampled.readings[0] = by_hand.sampled.readings[0]._replace(labels=("GPU-aaaa",))
         by_hand.reasons["gpu_pipe_active_ratio{tensor}"] = "too old"
-        both = [Watched("nvml", lambda: by_hand, 30.0), Watched("scrape", lambda: ScrapedAccelerator(config), 30.0)]
+        both = [
+            TimeLimitedBackend("nvml", lambda: by_hand, 30.0),
+            TimeLimitedBackend("scrape", lambda: ScrapedAccelerator(config), 30.0),
+        ]
         collector = AcceleratorCollector(config, both)
         readings = collector.collect()
         collector.close()
@@ -199,7 +202,10 @@ def test_partitions_of_an_exporter_are_those_of_the_driver(computes: int) -> Non
     by_hand.sampled.processes.clear()
     with serving(text(exported)) as exporter:
         config = _config(exporter.address)
-        both = [Watched("nvml", lambda: by_hand, 30.0), Watched("scrape", lambda: ScrapedAccelerator(config), 30.0)]
+        both = [
+            TimeLimitedBackend("nvml", lambda: by_hand, 30.0),
+            TimeLimitedBackend("scrape", lambda: ScrapedAccelerator(config), 30.0),
+        ]
         collector = AcceleratorCollector(config, both)
         collector.element_types = {"MIG-0": [MatrixTypes({"bf16": 1.0}, "declared")]}
         readings = collector.collect()
@@ -269,7 +275,7 @@ def test_what_is_no_exporter_is_refused(answer, words: str) -> None:
 
 
 def test_a_slow_exporter_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrape_module, "LIMIT_S", 0.2)
+    monkeypatch.setattr(scrape_module, "SCRAPE_TIMEOUT_S", 0.2)
 
     with serving(text(TPU)) as exporter:
 
@@ -302,7 +308,7 @@ def test_addresses_may_be_short() -> None:
         assert exporter.paths == ["/metrics"]
     with pytest.raises(ValueError, match="no address"):
         ScrapedAccelerator(_config("ftp://a"))
-    with pytest.raises(NotHere):
+    with pytest.raises(BackendUnavailable):
         ScrapedAccelerator(_config())
 
 

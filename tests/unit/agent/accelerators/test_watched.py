@@ -7,11 +7,17 @@ import threading
 import pytest
 
 from support.devices import ByHand, values
-from traceloom.agent.accelerators.backend import MOST_STUCK, NOT_HERE_S, NotHere, Sample, Watched
+from traceloom.agent.accelerators.backend import (
+    MAX_STUCK_THREADS,
+    UNAVAILABLE_RETRY_S,
+    BackendUnavailable,
+    Sample,
+    TimeLimitedBackend,
+)
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.metrics import Reading
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 
 
 class Made:
@@ -22,7 +28,7 @@ class Made:
         self.all: list[ByHand] = []
         self.error: Exception | None = None
         self.hold: threading.Event | None = None
-        self.watched = Watched("by-hand", self._make, limit_s, clock=lambda: self.now)
+        self.watched = TimeLimitedBackend("by-hand", self._make, limit_s, clock=lambda: self.now)
 
     def _make(self) -> ByHand:
         if self.error is not None:
@@ -78,7 +84,7 @@ def test_threads_do_not_pile_up_and_intervals_grow() -> None:
         if len(made.watched._stuck) > before:
             tried.append(made.now)
     assert tried == [0.0, 10.0], "then no more: two threads hang"
-    assert len(made.watched._stuck) == MOST_STUCK
+    assert len(made.watched._stuck) == MAX_STUCK_THREADS
     made.hold.set()
     for thread in made.watched._stuck:
         thread._thread.join(30)
@@ -117,7 +123,7 @@ def test_a_back_end_that_says_what_nobody_declared_fails_alone(reading: Reading)
     bad.sample()
     bad.all[0].sampled.readings.append(reading)
     collector = AcceleratorCollector(Config(), [bad.watched, good.watched])
-    Board().put("accelerators", collector.collect(), 1)
+    Snapshot().put("accelerators", collector.collect(), 1)
     assert bad.watched.trouble.endswith("is no metric of the agent")
     assert collector.devices["GPU-1"].stale == ""
 
@@ -159,13 +165,13 @@ def test_after_a_recovery_all_is_forgotten() -> None:
 
 def test_a_host_without_such_devices_is_looked_at_again_later() -> None:
     made = Made()
-    made.error = NotHere("no driver; install it")
+    made.error = BackendUnavailable("no driver; install it")
     assert made.sample().devices == []
     assert (made.watched.here, made.watched.trouble) == (False, "no driver; install it")
     made.error = None
-    made.now = NOT_HERE_S - 1
+    made.now = UNAVAILABLE_RETRY_S - 1
     assert made.sample().devices == []
-    made.now = NOT_HERE_S
+    made.now = UNAVAILABLE_RETRY_S
     assert len(made.sample().devices) == 1
 
 
@@ -233,7 +239,7 @@ def test_a_device_that_any_back_end_sees_is_not_stale() -> None:
 
 def test_the_doctor_hears_of_what_matters() -> None:
     works, absent = Made(), Made()
-    absent.error = NotHere("no AMD device")
+    absent.error = BackendUnavailable("no AMD device")
     absent.watched.name = "amd"
     collector = AcceleratorCollector(Config(), [works.watched, absent.watched])
     collector.collect()

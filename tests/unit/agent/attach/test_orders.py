@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.profilers.attached import OrderFile, OrderNews
+from traceloom.agent.profilers.attached import ProgressFile, ProgressUpdate
 
 FAR = b'{"state": "recording", "start_ns": 5}\n'
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> OrderFile:
-    order = OrderFile(tmp_path, "a.trace", os.geteuid())
+def file(tmp_path: Path) -> ProgressFile:
+    order = ProgressFile(tmp_path, "a.trace", os.geteuid())
     order.create()
     return order
 
 
-def test_the_last_line_counts(file: OrderFile) -> None:
+def test_the_last_line_counts(file: ProgressFile) -> None:
     path = file.folder / "a.trace.order"
-    assert (file.exists(), file.news()) == (True, OrderNews())
+    assert (file.exists(), file.news()) == (True, ProgressUpdate())
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_bytes(b'{"state": "began"}\n' + FAR + b'{"state": "written", "st')  # it writes just now
-    assert file.news() == OrderNews(state="recording", start_ns=5)
+    assert file.news() == ProgressUpdate(state="recording", start_ns=5)
     with pytest.raises(FileExistsError):
         file.create()
     file.begin(7)
@@ -32,7 +32,7 @@ def test_the_last_line_counts(file: OrderFile) -> None:
     (file.folder / "a.trace.tmp").write_bytes(b"")
     file.drop()
     assert list(file.folder.iterdir()) == []
-    assert (file.exists(), file.news()) == (False, OrderNews())
+    assert (file.exists(), file.news()) == (False, ProgressUpdate())
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_the_last_line_counts(file: OrderFile) -> None:
     ],
     ids=range(9),
 )  # fmt: skip
-def test_a_line_that_is_none_is_passed_over(file: OrderFile, line: bytes) -> None:
+def test_a_line_that_is_none_is_passed_over(file: ProgressFile, line: bytes) -> None:
     (file.folder / "a.trace.order").write_bytes(FAR + line)
     assert file.news().state == "recording"
 
 
-def test_what_is_long_is_cut(file: OrderFile) -> None:
+def test_what_is_long_is_cut(file: ProgressFile) -> None:
     path = file.folder / "a.trace.order"
     path.write_bytes(b'{"state": "failed", "detail": "%s"}\n' % (b"x" * 5000))
     assert len(file.news().detail) == 300
@@ -57,7 +57,7 @@ def test_what_is_long_is_cut(file: OrderFile) -> None:
 
 
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "pipe", "directory"])
-def test_only_a_plain_file_of_the_user_is_read(file: OrderFile, tmp_path: Path, kind: str) -> None:
+def test_only_a_plain_file_of_the_user_is_read(file: ProgressFile, tmp_path: Path, kind: str) -> None:
     path, other = file.folder / "a.trace.order", tmp_path / "other"
     path.unlink()
     other.write_bytes(FAR)
@@ -69,11 +69,11 @@ def test_only_a_plain_file_of_the_user_is_read(file: OrderFile, tmp_path: Path, 
         os.mkfifo(path)
     else:
         path.mkdir()
-    assert file.news() == OrderNews()
-    assert OrderFile(tmp_path, "other", os.geteuid() + 1).news() == OrderNews()
+    assert file.news() == ProgressUpdate()
+    assert ProgressFile(tmp_path, "other", os.geteuid() + 1).news() == ProgressUpdate()
 
 
-def test_what_lies_there_already_is_not_written_into(file: OrderFile, tmp_path: Path) -> None:
+def test_what_lies_there_already_is_not_written_into(file: ProgressFile, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine", encoding="ascii")
     (tmp_path / "a.trace.begin.new").symlink_to(secret)

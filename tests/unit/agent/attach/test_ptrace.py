@@ -14,10 +14,10 @@ import pytest
 
 from support.attaching import tracer_of
 from support.waiting import until
-from traceloom.agent.attach.injection import StoppedThread, unattachable
-from traceloom.agent.probes.elf import Elf, mappings, open_mapped
+from traceloom.agent.attach.injection import StoppedThread, explain_attach_refusal
+from traceloom.agent.probes.elf import Elf, open_mapped, read_mappings
 
-WHY = unattachable()[0]
+WHY = explain_attach_refusal()[0]
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 GETPID, TIMES = 39, 40
 BUSY = """
@@ -62,7 +62,7 @@ def program(code: str) -> Iterator[subprocess.Popen[str]]:
 
 def instruction_and(pid: int, function: str) -> tuple[int, int]:
     """Where the process has the instruction `syscall`, and a function of libc."""
-    for mapping in mappings(pid):
+    for mapping in read_mappings(pid):
         if mapping.executable and mapping.path.rpartition("/")[2].startswith("libc.so"):
             with os.fdopen(open_mapped(pid, mapping), "rb") as file:
                 elf, moved = Elf(file.fileno()), mapping.start - mapping.offset

@@ -19,7 +19,7 @@ HOSTILE = ['"}))\nimport os; os.abort()\n', "'''", '"""', "\\", "\\x27", "\0", "
 
 def _given(order: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text and the names that Python would start the thread with, taken apart by Python's own parser."""
-    text = injection._text(SOURCE, order, 4096, 8192)
+    text = injection._build_payload_text(SOURCE, order, 4096, 8192)
     assert b"\0" not in text  # which would end it
     (statement,) = ast.parse(text.decode("ascii")).body
     assert isinstance(statement, ast.Try)

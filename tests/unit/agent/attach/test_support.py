@@ -9,9 +9,9 @@ import pytest
 
 from support.agent_server import locations_in
 from support.host_tree import HostTree
-from traceloom.agent.attach.injection import is_call_allowed, is_possible, unattachable
+from traceloom.agent.attach.injection import explain_attach_refusal, is_call_allowed, is_possible
 from traceloom.agent.config import Config, Traces
-from traceloom.agent.doctor import by_hand
+from traceloom.agent.doctor import examine_without_agent
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason=f"not for {platform.machine()}")
 NOBODY, ROOT = "0000000000000000", "000001ffffffffff"
@@ -34,7 +34,7 @@ def test_yama(tmp_path: Path, scope: str | None, rights: str, why: str, helps: s
     if scope is not None:
         (tmp_path / "sys/kernel/yama").mkdir(parents=True)
         (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(scope, encoding="ascii")
-    found_why, found_helps = unattachable(tmp_path)
+    found_why, found_helps = explain_attach_refusal(tmp_path)
     assert bool(found_why) == bool(why)
     assert why in found_why
     assert helps in found_helps
@@ -44,7 +44,7 @@ def test_yama(tmp_path: Path, scope: str | None, rights: str, why: str, helps: s
 def test_the_doctor_says_whether_it_is_switched_on(tmp_path: Path, on: bool) -> None:
     tree = HostTree(tmp_path)
     config = Config(collect=tree.config().collect, traces=Traces(attach=on))
-    (check,) = [check for check in by_hand(config, locations_in(tmp_path)) if check.name == "attach"]
-    assert (check.area, check.works) == ("traces", "yes" if on and not unattachable()[0] else "no")
+    (check,) = [check for check in examine_without_agent(config, locations_in(tmp_path)) if check.name == "attach"]
+    assert (check.area, check.works) == ("traces", "yes" if on and not explain_attach_refusal()[0] else "no")
     if not on:
         assert "switched off" in check.why

@@ -79,7 +79,7 @@ def test_a_long_table_is_searched_piece_by_piece(tmp_path: Path, monkeypatch: py
     elf = opened(compiled(source, tmp_path / "lib.so", "-shared", "-fPIC"))
     whole = [elf.find(f"function_{number}") for number in range(100)]
     assert None not in whole
-    monkeypatch.setattr(module, "_PIECE", 24 * 3)  # names and rows are cut at every possible place
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 24 * 3)  # names and rows are cut at every possible place
     assert [elf.find(f"function_{number}") for number in range(100)] == whole
 
 

@@ -26,8 +26,8 @@ from traceloom.agent.probes.ebpf import (
     MapKind,
     ProbeProgram,
     Ring,
-    load,
-    machine,
+    get_architecture,
+    load_program,
 )
 from traceloom.agent.probes.elf import Uprobes
 
@@ -55,7 +55,7 @@ def test_a_program_that_the_kernel_refuses_says_why() -> None:
     program.load(R1, R2)  # nothing is in R2
     program.exit()
     with pytest.raises(OSError, match=r"refuses the program wrong: .*R2 !read_ok"):
-        load(program.encoded(), "wrong")
+        load_program(program.encoded(), "wrong")
 
 
 @needs_probes
@@ -65,7 +65,7 @@ def test_a_probe_sees_arguments_and_results_of_every_process(tmp_path: Path) -> 
     path = compiled(LIBRARY, tmp_path / "lib.so", "-shared", "-fPIC")
     ring, lost = Ring(16, 4096), Map(MapKind.ARRAY, 4, 8, 1)
     programs = []
-    for register in (machine().arguments[0], machine().result):
+    for register in (get_architecture().arguments[0], get_architecture().result):
         program = ProbeProgram()
         program.load(R6, R1, register)
         program.call(Helper.PROCESS_AND_THREAD)
@@ -88,7 +88,7 @@ def test_a_probe_sees_arguments_and_results_of_every_process(tmp_path: Path) -> 
         program.add_at(R0, 0, R1)
         program.label("end")
         program.exit()
-        programs.append(load(program.encoded(), "record"))
+        programs.append(load_program(program.encoded(), "record"))
     probes = Uprobes(os.open(path, os.O_RDONLY))
     function = probes.find("twice")
     probes.attach(function, programs[0])
@@ -145,7 +145,7 @@ def test_a_probe_of_one_process_leaves_others_alone(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     probes = Uprobes(os.open(path, os.O_RDONLY), jobs[0].pid)
-    probes.attach(probes.find("twice"), load(program.encoded(), "count"))
+    probes.attach(probes.find("twice"), load_program(program.encoded(), "count"))
     for job, number in zip(jobs, (5, 7), strict=True):
         output, _ = job.communicate(f"{number}\n")
         assert output == "done\n"
@@ -163,10 +163,10 @@ def test_a_library_without_the_function_says_so() -> None:
 
 def test_why_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert "riscv64" in calls.unsupported()[0]
+    assert "riscv64" in calls.explain_unsupported()[0]
     monkeypatch.undo()
     monkeypatch.setattr(calls, "UPROBE_TYPE", tmp_path / "none")
-    assert "CONFIG_UPROBE_EVENTS" in calls.unsupported()[0]
+    assert "CONFIG_UPROBE_EVENTS" in calls.explain_unsupported()[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
@@ -176,7 +176,7 @@ def test_a_user_without_rights_is_told_which_are_needed() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-        why, helps = calls.unsupported()
+        why, helps = calls.explain_unsupported()
         os._exit(0 if "refused" in why and "CAP_SYS_ADMIN" in helps else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -184,5 +184,5 @@ def test_a_user_without_rights_is_told_which_are_needed() -> None:
 @needs_probes
 def test_asking_leaves_nothing_open() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert calls.unsupported() == ("", "")
+    assert calls.explain_unsupported() == ("", "")
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.probes.python_frames import PythonFrames, line_at
+from traceloom.agent.probes.python_frames import PythonFrames, find_line
 
 current = pytest.mark.skipif(
     not (3, 11) <= sys.version_info[:2] <= (3, 13), reason="frames of Python 3.11 to 3.13 are read"
@@ -35,14 +35,14 @@ def test_lines_are_those_of_the_code(module: object) -> None:
     checked = 0
     for code in functions_of(compile(path.read_text(encoding="utf-8"), str(path), "exec")):
         for unit, (line, *_) in enumerate(code.co_positions()):
-            assert line_at(code.co_linetable, code.co_firstlineno, unit) == (line or 0)
+            assert find_line(code.co_linetable, code.co_firstlineno, unit) == (line or 0)
             checked += 1
     assert checked > 1000
 
 
 @given(st.binary(max_size=200), st.integers(-5, 1000))
 def test_any_table_gives_a_number(table: bytes, unit: int) -> None:
-    assert isinstance(line_at(table, 7, unit), int)
+    assert isinstance(find_line(table, 7, unit), int)
 
 
 @current

@@ -19,7 +19,7 @@ pytestmark = [
         reason="needs root, setpriv and unshare (apt-get install util-linux)",
     ),
 ]
-ASK = "import json; from traceloom.agent.probes.calls import unsupported; print(json.dumps(unsupported()))"
+ASK = "import json; from traceloom.agent.probes.calls import explain_unsupported as unsupported; print(json.dumps(unsupported()))"
 # Answers a system call with an error, as the rules of a container do (seccomp, Linux's filter.h and seccomp.h).
 FORBID = """
 import ctypes, struct, sys

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from support.probes import compiled, needs_compiler, needs_probes
 from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
 from traceloom.agent.probes.calls import RECORD, CallProbes, ProbedCall
-from traceloom.agent.probes.ebpf import machine
+from traceloom.agent.probes.ebpf import get_architecture
 from traceloom.agent.probes.elf import Elf
 from traceloom.agent.probes.symbols import Symbols
-from traceloom.agent.probes.unwinding import END, From, rule
+from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, find_unwind_rule
 
 # Functions whose frames differ: none, one of a size that is not known, one that begins at a multiple of 64, many saved
 # registers, and one that calls itself.
@@ -42,7 +42,7 @@ int busy(int depth) {
 int deep(int depth) { return depth ? deep(depth - 1) + calls : busy(3); }
 """
 CHAIN = ["plain", "roomy", "sized", "aligned", "busy", *["deep"] * 4]
-REGISTERS = {"rsp": From.STACK, "rbp": From.FRAME}
+REGISTERS = {"rsp": FrameOrigin.STACK, "rbp": FrameOrigin.FRAME}
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +76,23 @@ def test_rules_are_the_rows_of_the_tables(library: Path) -> None:
     seen = set()
     for start, end, frame_end, kept, returns in rows_of(library):
         for address in {start, (start + end) // 2, end - 1}:
-            way = rule(elf, address)
+            way = find_unwind_rule(elf, address)
             if frame_end == "exp":
-                assert way.base in {From.BEHIND_FRAME, From.END}  # END: of the linker's own stubs, nobody returns there
+                assert way.base in {
+                    FrameOrigin.BEHIND_FRAME,
+                    FrameOrigin.END,
+                }  # END: of the linker's own stubs, nobody returns there
             else:
                 register, _, offset = frame_end.partition("+")
                 if register not in REGISTERS or kept == "exp":
-                    assert way.base == From.END
+                    assert way.base == FrameOrigin.END
                     continue
                 assert (way.base, way.offset) == (REGISTERS[register], int(offset))
                 assert way.frame == (0 if kept == "u" else int(kept[1:]))
                 assert way.returns_to == int(returns[1:])
             seen.add(way.base)
     os.close(descriptor)
-    assert {From.STACK, From.FRAME, From.BEHIND_FRAME} <= seen
+    assert {FrameOrigin.STACK, FrameOrigin.FRAME, FrameOrigin.BEHIND_FRAME} <= seen
 
 
 @needs_compiler
@@ -101,8 +104,8 @@ def test_a_stripped_library_has_its_tables(library: Path, tmp_path: Path) -> Non
     for name in ("plain", "sized", "aligned", "busy", "deep"):
         function = whole.find(f"{name}\0")
         assert function is not None
-        ways = [rule(elf, function.address) for elf in (whole, bare)]
-        assert ways[0] == ways[1] != END
+        ways = [find_unwind_rule(elf, function.address) for elf in (whole, bare)]
+        assert ways[0] == ways[1] != END_RULE
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -111,7 +114,7 @@ def test_a_stripped_library_has_its_tables(library: Path, tmp_path: Path) -> Non
 def test_what_no_table_has_leads_nowhere(library: Path, tmp_path: Path) -> None:
     for path, address in ((library, 0), (library, 1 << 40), (library, (1 << 64) - 1)):
         descriptor = os.open(path, os.O_RDONLY)
-        assert rule(Elf(descriptor), address).base == From.END
+        assert find_unwind_rule(Elf(descriptor), address).base == FrameOrigin.END
         os.close(descriptor)
     bare = compiled(
         "int f(void) { return 1; }", tmp_path / "bare.so", "-shared", "-fPIC", "-nostdlib", "-Wl,--no-eh-frame-hdr"
@@ -120,7 +123,7 @@ def test_what_no_table_has_leads_nowhere(library: Path, tmp_path: Path) -> None:
     elf = Elf(descriptor)
     function = elf.find("f\0")
     assert function is not None
-    assert rule(elf, function.address).base == From.END
+    assert find_unwind_rule(elf, function.address).base == FrameOrigin.END
     os.close(descriptor)
 
 
@@ -142,7 +145,7 @@ def test_damaged_tables_give_a_rule_or_none(library: Path, data: st.DataObject) 
     for name in ("plain", "sized", "aligned", "busy", "deep"):
         function = elf.find(f"{name}\0")
         assert function is not None
-        way = rule(elf, function.address + 12)
+        way = find_unwind_rule(elf, function.address + 12)
         assert max(abs(way.offset), abs(way.frame), abs(way.returns_to)) <= 1 << 20
     os.close(descriptor)
 
@@ -227,4 +230,4 @@ def test_calls_that_come_too_quickly_are_recorded_without_stacks_and_counted(wat
 
 
 def test_numbers_of_registers_are_those_of_this_machine() -> None:
-    assert machine().unwound in {(7, 6), (31, 29)}
+    assert get_architecture().unwound in {(7, 6), (31, 29)}

@@ -11,7 +11,7 @@ from support.host_tree import TICKS_PER_S, HostTree
 from traceloom.agent.collectors import cgroups as module
 from traceloom.agent.collectors.cgroups import Cgroups
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 
 MIB = 1 << 20
 UNIFIED = {"": ""}
@@ -31,7 +31,7 @@ def _owned(processes: list[Process]) -> Callable[[], dict[str, Process]]:
 
 
 def _values(collector: Cgroups) -> dict[tuple[str, ...], float]:
-    board = Board()
+    board = Snapshot()
     board.put("cgroups", collector.collect(), 1)  # which refuses what is not declared
     return {(name, *labels): value for (name, labels), value, _ in board.values()}
 
@@ -219,7 +219,7 @@ def test_a_group_is_forgotten_a_while_after_its_last_process(tmp_path: Path, mon
     collector.collect()
     processes.clear()
     assert collector.collect()
-    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    monkeypatch.setattr(module, "GROUP_RETENTION_S", 0.0)
     assert not collector.collect()
 
 
@@ -242,7 +242,7 @@ def test_of_too_many_groups_those_of_jobs_stay(tmp_path: Path) -> None:
         _unified(tree, process.cgroup[1:])
     collector = Cgroups(tree.config(), _owned(processes))
     groups = {labels[1] for labels in _values(collector)}
-    assert len(groups) == module.MOST_GROUPS
+    assert len(groups) == module.MAX_GROUPS
     assert groups >= {f"/g{number}" for number in range(90, 100)}
     assert "36 control groups are left out" in collector.trouble()[0]
 

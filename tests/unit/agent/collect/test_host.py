@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
-from traceloom.agent.collectors.collector import Collector, host_collectors
-from traceloom.agent.collectors.host import Cpu, Disks, HostMemory, Network, Pressure, Rdma
+from traceloom.agent.collectors.collector import Collector, create_host_collectors
+from traceloom.agent.collectors.host import (
+    CpuCollector,
+    DiskCollector,
+    MemoryCollector,
+    NetworkCollector,
+    PressureCollector,
+    RdmaCollector,
+)
 from traceloom.agent.config import Config
-from traceloom.agent.snapshot import Board
+from traceloom.agent.snapshot import Snapshot
 
 MEMINFO = """\
 MemTotal:       1000 kB
@@ -29,7 +36,7 @@ HugePages_Total:    0
 
 
 def _values(collector: Collector) -> dict[tuple[str, ...], float]:
-    board = Board()
+    board = Snapshot()
     board.put(collector.name, collector.collect(), 1)  # which refuses what is not declared
     return {(name, *labels): value for (name, labels), value, _ in board.values()}
 
@@ -39,7 +46,7 @@ def test_processor_time_is_in_seconds_and_guests_count_once(tmp_path: Path) -> N
     ticks = [number * TICKS_PER_S for number in (10, 2, 3, 100, 5, 1, 4, 6, 7, 8)]
     tree.write("proc/stat", f"cpu  {' '.join(map(str, ticks))}\ncpu0 1 1 1\ncpu1 1 1 1\nctxt 5\n")
     tree.write("proc/loadavg", "3.00 2.0 1.0 1/100 999\n")
-    values = _values(Cpu(tree.config()))
+    values = _values(CpuCollector(tree.config()))
     modes = {"user": 10, "nice": 2, "system": 3, "idle": 100, "iowait": 5, "interrupt": 1, "softirq": 4, "steal": 6}
     assert values == {
         **{("host_cpu_seconds_total", mode): float(spent) for mode, spent in modes.items()}, ("host_load_ratio",): 1.5,
@@ -50,24 +57,24 @@ def test_states_of_memory_add_up(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
     tree.write("proc/meminfo", MEMINFO)
     tree.write("proc/vmstat", "nr_free_pages 7\noom_kill 3\n")
-    values = _values(HostMemory(tree.config()))
+    values = _values(MemoryCollector(tree.config()))
     memory = {state: values["host_memory_bytes", state] for state in ("used", "free", "cached", "buffers")}
     assert memory == {"used": 410 * 1024, "free": 300 * 1024, "cached": 240 * 1024, "buffers": 50 * 1024}
     assert sum(memory.values()) == 1000 * 1024
     assert (values["host_swap_bytes", "used"], values["host_swap_bytes", "free"]) == (380 * 1024, 120 * 1024)
     assert values["oom_kills_total", "", ""] == 3
-    assert HostMemory(tree.config()).trouble() == []
+    assert MemoryCollector(tree.config()).trouble() == []
 
 
 def test_a_kernel_that_counts_no_kills_has_none(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
     tree.write("proc/meminfo", MEMINFO)
     tree.write("proc/vmstat", "nr_free_pages 7\n")
-    assert ("oom_kills_total", "", "") not in _values(HostMemory(tree.config()))
-    assert "4.13" in HostMemory(tree.config()).trouble()[0]
+    assert ("oom_kills_total", "", "") not in _values(MemoryCollector(tree.config()))
+    assert "4.13" in MemoryCollector(tree.config()).trouble()[0]
     (tree.proc / "vmstat").unlink()  # as in some sandboxes
-    assert _values(HostMemory(tree.config()))["host_memory_bytes", "free"] == 300 * 1024
-    assert "4.13" in HostMemory(tree.config()).trouble()[0]
+    assert _values(MemoryCollector(tree.config()))["host_memory_bytes", "free"] == 300 * 1024
+    assert "4.13" in MemoryCollector(tree.config()).trouble()[0]
 
 
 def test_pressure_is_in_seconds(tmp_path: Path) -> None:
@@ -77,17 +84,17 @@ def test_pressure_is_in_seconds(tmp_path: Path) -> None:
             f"proc/pressure/{resource}",
             f"some avg10=0.00 avg60=0.00 avg300=0.00 total={waited}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=250000\n",
         )
-    values = _values(Pressure(tree.config()))
+    values = _values(PressureCollector(tree.config()))
     assert values["host_pressure_seconds_total", "cpu", "some"] == 1.5
     assert values["host_pressure_seconds_total", "io", "full"] == 0.25
     assert len(values) == 6
-    assert Pressure(tree.config()).trouble() == []
+    assert PressureCollector(tree.config()).trouble() == []
 
 
 def test_a_kernel_without_pressure_says_what_would_help(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
-    assert _values(Pressure(tree.config())) == {}
-    assert "psi=1" in Pressure(tree.config()).trouble()[0]
+    assert _values(PressureCollector(tree.config())) == {}
+    assert "psi=1" in PressureCollector(tree.config()).trouble()[0]
 
 
 def test_whole_disks_in_bytes(tmp_path: Path) -> None:
@@ -108,7 +115,7 @@ def test_whole_disks_in_bytes(tmp_path: Path) -> None:
         f"/dev/nvme0n1p1 / ext4 rw 0 0\nserver:/x /nfs nfs4 rw 0 0\n/dev/sdb {spelled} xfs rw 0 0\ntmpfs /t tmpfs rw 0 0\n",
     )
     (tree.proc / "1" / "root").symlink_to("/")
-    values = _values(Disks(tree.config()))
+    values = _values(DiskCollector(tree.config()))
     assert {key[1] for key in values if key[0].startswith("host_disk")} == {"nvme0n1"}
     assert values["host_disk_operations_total", "nvme0n1", "read"] == 100
     assert values["host_disk_operations_total", "nvme0n1", "write"] == 200
@@ -142,7 +149,7 @@ def test_a_remote_file_system_is_not_asked_for_its_space(tmp_path: Path) -> None
     tree.write("proc/diskstats", "")
     tree.write("proc/1/mounts", "".join(lines))
     (tree.proc / "1" / "root").symlink_to("/")
-    values = _values(Disks(tree.config()))
+    values = _values(DiskCollector(tree.config()))
     assert {key[1] for key in values} == {str(tmp_path / "xfs"), str(tmp_path / "ext4"), str(odd)}
     for mount in (str(tmp_path / "xfs"), str(odd)):
         space = {state: values["host_filesystem_bytes", mount, state] for state in ("used", "free", "reserved")}
@@ -156,7 +163,7 @@ def test_interfaces_of_hardware(tmp_path: Path) -> None:
     tree.write("proc/1/net/dev", NET)
     tree.write("sys/class/net/eth0/device/vendor", "0x8086\n")
     tree.write("sys/class/net/veth1/mtu", "1500\n")
-    values = _values(Network(tree.config()))
+    values = _values(NetworkCollector(tree.config()))
     assert values == {
         ("host_network_bytes_total", "eth0", "receive"): 1000, ("host_network_bytes_total", "eth0", "transmit"): 2000,
         ("host_network_packets_total", "eth0", "receive"): 10, ("host_network_packets_total", "eth0", "transmit"): 20,
@@ -172,7 +179,7 @@ def test_a_card_may_have_any_name(tmp_path: Path) -> None:
         "proc/1/net/dev",
         b"Inter-|\n face |\n caf\xe9\xff: 7 1 0 0 0 0 0 0 9 2 0 0 0 0 0 0\n  lo: 5 5 0 0 0 0 0 0 5 5 0 0 0 0 0 0\n",
     )
-    values = _values(Network(tree.config()))
+    values = _values(NetworkCollector(tree.config()))
     assert {key[1] for key in values} == {"caf\ufffd\ufffd"}
     assert values["host_network_bytes_total", "caf\ufffd\ufffd", "transmit"] == 9
 
@@ -180,7 +187,7 @@ def test_a_card_may_have_any_name(tmp_path: Path) -> None:
 def test_a_container_has_virtual_interfaces_alone(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
     tree.write("proc/1/net/dev", NET)
-    assert {key[1] for key in _values(Network(tree.config()))} == {"eth0", "veth1"}
+    assert {key[1] for key in _values(NetworkCollector(tree.config()))} == {"eth0", "veth1"}
 
 
 def test_rdma_counts_words_of_four_bytes(tmp_path: Path) -> None:
@@ -198,7 +205,7 @@ def test_rdma_counts_words_of_four_bytes(tmp_path: Path) -> None:
     tree.write(f"{port}/counters/VL15_dropped", "N/A (no PMA)\n")
     tree.write(f"{port}/hw_counters/np_cnp_sent", "6\n")
     tree.write("sys/class/infiniband/mlx5_1/ports/1/state", "1: DOWN\n")
-    assert _values(Rdma(tree.config())) == {
+    assert _values(RdmaCollector(tree.config())) == {
         ("rdma_port_up", "mlx5_0", "1"): 1, ("rdma_port_up", "mlx5_1", "1"): 0,
         ("rdma_bytes_total", "mlx5_0", "1", "receive"): 400, ("rdma_bytes_total", "mlx5_0", "1", "transmit"): 800,
         ("rdma_packets_total", "mlx5_0", "1", "receive"): 3, ("rdma_packets_total", "mlx5_0", "1", "transmit"): 4,
@@ -206,9 +213,9 @@ def test_rdma_counts_words_of_four_bytes(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [collector.name for collector in host_collectors(Config())])
+@pytest.mark.parametrize("name", [collector.name for collector in create_host_collectors(Config())])
 def test_on_this_host(name: str) -> None:
-    collector = next(one for one in host_collectors(Config()) if one.name == name)
+    collector = next(one for one in create_host_collectors(Config()) if one.name == name)
     values = _values(collector)
     assert all(value >= 0 for value in values.values())
     if name in {"cpu", "memory"}:

@@ -14,7 +14,7 @@ import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
 from traceloom.agent.collectors import processes as module
-from traceloom.agent.collectors.processes import Processes, ProcessFacts, main_cgroup
+from traceloom.agent.collectors.processes import Processes, ProcessFacts, select_main_cgroup
 from traceloom.agent.config import Config, Owners
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
@@ -29,10 +29,10 @@ def tree(tmp_path: Path) -> HostTree:
 
 
 def test_a_long_variable_is_cut(tree: HostTree) -> None:
-    tree.process(77, environment={**RANK, "RANK": "7" * (module.MOST_LETTERS + 1)})
+    tree.process(77, environment={**RANK, "RANK": "7" * (module.MAX_CHARS + 1)})
     processes = Processes(tree.config(), listed={"RANK"})
     processes.collect()
-    assert _facts(processes).environment["RANK"] == "7" * module.MOST_LETTERS
+    assert _facts(processes).environment["RANK"] == "7" * module.MAX_CHARS
 
 
 def _facts(processes: Processes) -> ProcessFacts:
@@ -127,12 +127,12 @@ def test_a_framework_that_is_loaded_later(tree: HostTree) -> None:
 
 
 def test_an_old_process_is_looked_at_again_in_its_turn(tree: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TURN_S", 0.0)
+    monkeypatch.setattr(module, "RESCAN_PERIOD_S", 0.0)
     processes = Processes(tree.config())
     tree.process(77, start_ticks=0)
     processes.collect()
     tree.process(77, start_ticks=0, user_ticks=3 * TICKS_PER_S, maps=(TORCH,))
-    for _ in range(module.TURNS):
+    for _ in range(module.RESCAN_GROUPS):
         processes.collect()
     assert _facts(processes).frameworks == {"pytorch": TORCH}
 
@@ -209,7 +209,7 @@ def test_odd_bytes_and_a_long_command(tree: HostTree) -> None:
     processes.collect()
     command = _facts(processes).command
     assert command[:2] == ("python3", "\ufffd\ufffd")
-    assert sum(map(len, command)) <= module.MOST_COMMAND
+    assert sum(map(len, command)) <= module.MAX_COMMAND_BYTES
     assert _facts(processes).environment == {"LOCAL_RANK": "\ufffd"}
 
 
@@ -232,7 +232,7 @@ def test_a_process_that_waits_in_the_kernel_is_not_read_yet(tree: HostTree) -> N
 
 
 def test_more_than_can_be_kept(tree: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PROCESSES", 2)
+    monkeypatch.setattr(module, "MAX_PROCESSES", 2)
     for pid in (10, 11, 12):
         tree.process(pid, environment=RANK)
     tree.process(13, maps=(TORCH,))
@@ -278,7 +278,7 @@ def test_twenty_thousand_processes(tree: HostTree) -> None:
     sys.addaudithook(count)
     processes.collect()
     counting = False
-    assert opened < 200 * 2 + module.MOST_PER_TURN * 2  # what matters, and some whose turn it is
+    assert opened < 200 * 2 + module.MAX_RESCANS_PER_TURN * 2  # what matters, and some whose turn it is
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_twenty_thousand_processes(tree: HostTree) -> None:
     ],
 )
 def test_the_main_cgroup(lines: dict[str, str], path: str) -> None:
-    assert main_cgroup(lines) == path
+    assert select_main_cgroup(lines) == path
 
 
 def test_cgroups_of_version_1(tree: HostTree) -> None:

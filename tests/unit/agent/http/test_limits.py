@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from traceloom.agent.fleet_link.protocol import Enrolment
-from traceloom.server.access import Connections, Peer, Rates, body_of
-from traceloom.server.problem import RequestError
-from traceloom.server.routing import body_as
+from traceloom.server.access import Caller, ConnectionLimiter, RateLimiter, read_limited_body
+from traceloom.server.problem import HttpError
+from traceloom.server.routing import decode_body
 from traceloom.server.settings import Access
 
 ANNA, BERT, ROOT = (
-    Peer(name="anna", uid=1, sees="own"),
-    Peer(name="bert", uid=2, sees="own"),
-    Peer(name="root", uid=0, sees="all"),
+    Caller(name="anna", uid=1, sees="own"),
+    Caller(name="bert", uid=2, sees="own"),
+    Caller(name="root", uid=0, sees="all"),
 )
 
 
@@ -31,55 +31,55 @@ class Seconds:
 
 def test_a_peer_has_what_two_seconds_bring_and_then_so_much_a_second() -> None:
     clock = Seconds()
-    rates = Rates(5, clock)
+    rates = RateLimiter(5, clock)
     for _ in range(10):
         rates.take("anna")
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(HttpError) as raised:
         rates.take("anna")
     assert (raised.value.status, raised.value.retry_s) == (429, 1)
     rates.take("bert")
     clock.now = 0.2
     rates.take("anna")
-    with pytest.raises(RequestError):
+    with pytest.raises(HttpError):
         rates.take("anna")
     clock.now = 1000
     for _ in range(10):
         rates.take("anna")
-    with pytest.raises(RequestError):
+    with pytest.raises(HttpError):
         rates.take("anna")
 
 
 def test_a_slow_rate_says_how_long_to_wait() -> None:
-    rates = Rates(0.1, Seconds())
+    rates = RateLimiter(0.1, Seconds())
     rates.take("anna")
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(HttpError) as raised:
         rates.take("anna")
     assert raised.value.retry_s == 10
 
 
 def test_many_peers_cost_no_memory() -> None:
     clock = Seconds()
-    rates = Rates(1, clock)
+    rates = RateLimiter(1, clock)
     for number in range(10_000):
         rates.take(f"10.0.{number}")
     assert len(rates.buckets) == 4096
 
 
 def test_a_peer_has_half_of_the_connections_and_root_is_not_counted() -> None:
-    connections = Connections(Access(connections=4))
+    connections = ConnectionLimiter(Access(connections=4))
     for _ in range(2):
         connections.enter(ANNA)
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(HttpError) as raised:
         connections.enter(ANNA)
     assert (raised.value.status, raised.value.slug) == (503, "too-many-connections")
     for _ in range(2):
         connections.enter(BERT)
-    with pytest.raises(RequestError):
-        connections.enter(Peer(name="cleo", uid=3, sees="own"))
+    with pytest.raises(HttpError):
+        connections.enter(Caller(name="cleo", uid=3, sees="own"))
     connections.enter(ROOT)
     connections.leave(ROOT)
     connections.leave(ANNA)
-    connections.enter(Peer(name="cleo", uid=3, sees="own"))
+    connections.enter(Caller(name="cleo", uid=3, sees="own"))
     connections.leave(ANNA)
     assert set(connections.of) == {"bert", "cleo"}
 
@@ -91,13 +91,13 @@ async def _chunks(*parts: bytes) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("declared", ["", "5", "many"])
 def test_a_body_within_its_limit(declared: str) -> None:
-    assert asyncio.run(body_of(_chunks(b"he", b"llo"), declared, 5)) == b"hello"
+    assert asyncio.run(read_limited_body(_chunks(b"he", b"llo"), declared, 5)) == b"hello"
 
 
 @pytest.mark.parametrize(("parts", "declared"), [((b"hello", b"!"), ""), ((b"he",), "6"), ((b"hello!",), "2")])
 def test_a_body_beyond_it(parts: tuple[bytes, ...], declared: str) -> None:
-    with pytest.raises(RequestError) as raised:
-        asyncio.run(body_of(_chunks(*parts), declared, 5))
+    with pytest.raises(HttpError) as raised:
+        asyncio.run(read_limited_body(_chunks(*parts), declared, 5))
     assert (raised.value.status, raised.value.slug) == (413, "too-large")
 
 
@@ -116,8 +116,8 @@ def test_no_body_of_a_stranger_is_a_defect(field: bytes, more: bytes) -> None:
     request = Request({"type": "http", "headers": [], "query_string": b""}, receive)
     taken, refused = None, (0, "")
     try:
-        taken = asyncio.run(body_as(request, Enrolment, 1 << 20))
-    except RequestError as error:
+        taken = asyncio.run(decode_body(request, Enrolment, 1 << 20))
+    except HttpError as error:
         refused = error.status, error.slug
     if taken is None:
         assert refused == (400, "wrong-request")

@@ -9,22 +9,22 @@ import pytest
 
 from support.agent_server import ANNA, BERT, full_board
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.publishers.openmetrics import render
-from traceloom.agent.snapshot import View
-from traceloom.server.access import Peer, tcp_peer
+from traceloom.agent.publishers.openmetrics import render_openmetrics
+from traceloom.agent.snapshot import VisibleSnapshot
+from traceloom.server.access import Caller, authenticate_tcp_caller
 from traceloom.server.listener import is_local_name
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 from traceloom.server.settings import Token
 
 OWNED = {name for name, metric in METRICS.items() if {"process", "job", "cgroup"} & set(metric.labels)}
 
 
-def _names(view: View) -> set[str]:
+def _names(view: VisibleSnapshot) -> set[str]:
     return {name for (name, _), _, _ in view.values()} | {histogram.metric for histogram, _ in view.histograms()}
 
 
 def test_a_user_sees_the_host_and_what_is_own() -> None:
-    view = View(full_board(), Peer(name="anna", uid=ANNA, sees="own"))
+    view = VisibleSnapshot(full_board(), Caller(name="anna", uid=ANNA, sees="own"))
     assert set(view.processes) == {"11@100"}
     assert view.processes["11@100"].command
     assert _names(view) == set(METRICS)
@@ -37,13 +37,13 @@ def test_a_user_sees_the_host_and_what_is_own() -> None:
 
 
 def test_a_stranger_sees_the_host_alone() -> None:
-    view = View(full_board(), Peer(name="tcp", sees="host"))
+    view = VisibleSnapshot(full_board(), Caller(name="tcp", sees="host"))
     assert view.processes == {}
     assert _names(view) == set(METRICS) - OWNED
 
 
 def test_kills_of_the_host_are_for_everybody() -> None:
-    view = View(full_board(), Peer(name="tcp", sees="host"))
+    view = VisibleSnapshot(full_board(), Caller(name="tcp", sees="host"))
     assert view.shows(("oom_kills_total", ("", "")))
     assert not view.shows(("oom_kills_total", ("/slurm-7", "slurm-7")))
 
@@ -51,27 +51,29 @@ def test_kills_of_the_host_are_for_everybody() -> None:
 def test_a_group_that_users_share_and_kills_in_it_are_for_nobody_in_particular() -> None:
     board = full_board()
     for uid, kills in ((ANNA, ["slurm-7"]), (BERT, [])):
-        assert [kill.job for kill in View(board, Peer(name="user", uid=uid, sees="own")).oom_kills] == kills
-    assert View(board, Peer(name="tcp", sees="host")).oom_kills == []
-    assert len(View(board, Peer(name="root", uid=0, sees="all")).oom_kills) == 2
+        assert [
+            kill.job for kill in VisibleSnapshot(board, Caller(name="user", uid=uid, sees="own")).oom_kills
+        ] == kills
+    assert VisibleSnapshot(board, Caller(name="tcp", sees="host")).oom_kills == []
+    assert len(VisibleSnapshot(board, Caller(name="root", uid=0, sees="all")).oom_kills) == 2
     series = ("cgroup_memory_bytes", ("/slurm-7", ""))  # of no job
-    anna = Peer(name="anna", uid=ANNA, sees="own")
-    assert View(board, anna).shows(series)
+    anna = Caller(name="anna", uid=ANNA, sees="own")
+    assert VisibleSnapshot(board, anna).shows(series)
     bert = next(process for process in board.processes.values() if process.uid == BERT)
     board.processes[bert.key] = msgspec.structs.replace(bert, cgroup="/slurm-7")
-    assert not View(board, anna).shows(series)
+    assert not VisibleSnapshot(board, anna).shows(series)
 
 
 def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:
     board = full_board()
-    reader, root = Peer(name="token", sees="all"), Peer(name="root", uid=0, sees="all", commands=True)
-    assert {process.command for process in View(board, reader).processes.values()} == {""}
+    reader, root = Caller(name="token", sees="all"), Caller(name="root", uid=0, sees="all", commands=True)
+    assert {process.command for process in VisibleSnapshot(board, reader).processes.values()} == {""}
     names = METRICS["process_info"].labels
 
-    def infos(peer: Peer) -> list[dict[str, str]]:
+    def infos(peer: Caller) -> list[dict[str, str]]:
         return [
             dict(zip(names, labels, strict=True))
-            for (name, labels), _, _ in View(board, peer).values()
+            for (name, labels), _, _ in VisibleSnapshot(board, peer).values()
             if name == "process_info"
         ]
 
@@ -79,13 +81,15 @@ def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:
     assert all(row["command"] for row in infos(root))
     from traceloom.agent.config import Config
 
-    assert b"train.py" not in render(View(board, reader), Config(compat=("dcgm",)))[0]
+    assert b"train.py" not in render_openmetrics(VisibleSnapshot(board, reader), Config(compat=("dcgm",)))[0]
 
 
 def test_labels_of_dcgm_exporter_name_no_job_of_another() -> None:
     from traceloom.agent.config import Config
 
-    text, _ = render(View(full_board(), Peer(name="bert", uid=BERT, sees="own")), Config(compat=("dcgm",)))
+    text, _ = render_openmetrics(
+        VisibleSnapshot(full_board(), Caller(name="bert", uid=BERT, sees="own")), Config(compat=("dcgm",))
+    )
     assert b'hpc_job="8"' in text
     assert b'hpc_job="7"' not in text
 
@@ -98,9 +102,9 @@ TOKENS = (
 
 @pytest.mark.parametrize("loopback", [True, False])
 def test_tokens_say_what_their_bearer_may(loopback: bool) -> None:
-    reader = tcp_peer("10.0.0.1", "Bearer for-prometheus", TOKENS, loopback=loopback, certified="")
+    reader = authenticate_tcp_caller("10.0.0.1", "Bearer for-prometheus", TOKENS, loopback=loopback, certified="")
     assert (reader.name, reader.sees, reader.acts, reader.commands) == ("token prometheus", "all", False, False)
-    operator = tcp_peer("10.0.0.1", "bearer  for-operators ", TOKENS, loopback=loopback, certified="")
+    operator = authenticate_tcp_caller("10.0.0.1", "bearer  for-operators ", TOKENS, loopback=loopback, certified="")
     assert (operator.name, operator.sees, operator.acts, operator.commands) == ("token operators", "all", True, True)
     assert operator.uid is None
     assert not operator.unlimited
@@ -108,17 +112,17 @@ def test_tokens_say_what_their_bearer_may(loopback: bool) -> None:
 
 @pytest.mark.parametrize("header", ["Bearer guess", "Bearer ", "Bearer " + TOKENS[0].sha256])
 def test_another_token_is_refused_even_on_loopback(header: str) -> None:
-    with pytest.raises(RequestError) as raised:
-        tcp_peer("127.0.0.1", header, TOKENS, loopback=True, certified="")
+    with pytest.raises(HttpError) as raised:
+        authenticate_tcp_caller("127.0.0.1", header, TOKENS, loopback=True, certified="")
     assert (raised.value.status, raised.value.slug) == (401, "unknown-token")
 
 
 def test_without_a_token() -> None:
-    assert tcp_peer("127.0.0.1", "", TOKENS, loopback=True, certified="").sees == "host"
-    assert tcp_peer("10.0.0.1", "", (), loopback=False, certified="prometheus").sees == "all"
+    assert authenticate_tcp_caller("127.0.0.1", "", TOKENS, loopback=True, certified="").sees == "host"
+    assert authenticate_tcp_caller("10.0.0.1", "", (), loopback=False, certified="prometheus").sees == "all"
     for tokens, certified in (((), ""), (TOKENS, "prometheus"), (TOKENS, "")):
-        with pytest.raises(RequestError, match="a token is needed"):
-            tcp_peer("10.0.0.1", "Basic abc", tokens, loopback=False, certified=certified)
+        with pytest.raises(HttpError, match="a token is needed"):
+            authenticate_tcp_caller("10.0.0.1", "Basic abc", tokens, loopback=False, certified=certified)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 
 from support.agent_server import SmallAgent, ask, listening
 from traceloom.agent.config import Config
-from traceloom.agent.traces.files import Places
-from traceloom.agent.traces.requests import Target, TraceRequest, Wanted
-from traceloom.server.problem import RequestError
-from traceloom.server.routing import moment
+from traceloom.agent.traces.files import TraceDirectories
+from traceloom.agent.traces.requests import TraceRequest, TraceSpec, TraceTarget
+from traceloom.server.problem import HttpError
+from traceloom.server.routing import parse_time
 from traceloom.server.settings import Access
 
 CONTENT = bytes(range(256)) * 40
@@ -24,11 +24,11 @@ OTHER = 4_000_000  # a user that nobody is
 
 
 def request(number: str, uid: int, files: list[str], *, done: bool = True) -> TraceRequest:
-    target = Target(
+    target = TraceTarget(
         request=number, process="7@1", profiler="timeline", pid=7, uid=uid, stem="rank0", state="kept" if done else "queued"
     )  # fmt: skip
     return TraceRequest(
-        id=number, who=f"uid {uid}", uid=uid, asked_ns=1, boot_id="", wanted=Wanted(pids=(7,), steps=3), targets=[target],
+        id=number, who=f"uid {uid}", uid=uid, asked_ns=1, boot_id="", wanted=TraceSpec(pids=(7,), steps=3), targets=[target],
         files=files, done=done,
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Served:
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tmp_path = tmp_path_factory.mktemp("served")
     agent, root = SmallAgent(Config(access=Access(request_bytes=5000))), tmp_path / "traces"
-    agent.desk.places = Places(root)
+    agent.desk.places = TraceDirectories(root)
     for made in (
         request("own", os.geteuid(), ["capture.json", "rank0.kineto.json.gz"]),
         request("other", OTHER, ["capture.json"]),
@@ -188,8 +188,8 @@ def test_times_beyond_all_times_are_no_defect(served: Served, query: str) -> Non
     "text", ["9" * 400, "1e400", "-", "m", "10 m", "1m1m", "١٠x", "2026-02-30", "2026-01-31T25:00", "T", "1__0", "0x10", "\0"],
 )  # fmt: skip
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(RequestError) as refusal:
-        moment(text, 10**18)
+    with pytest.raises(HttpError) as refusal:
+        parse_time(text, 10**18)
     assert refusal.value.slug == "wrong-request"
 
 
@@ -198,7 +198,7 @@ def test_what_is_no_time(text: str) -> None:
     "text", ["1s", "0.001s", "36500d", "0", "-5", "1e9", "1970-01-01", "2026-01-31T12:00+14:00", "5."]
 )
 def test_every_time_fits(text: str, now_ns: int) -> None:
-    assert 0 <= moment(text, now_ns) <= 2**62
+    assert 0 <= parse_time(text, now_ns) <= 2**62
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,20 @@ from starlette.requests import Request
 
 from support.agent_server import ANNA, BERT, SmallAgent, ask, full_board, listening
 from traceloom.agent.config import Config, MetricRule
-from traceloom.agent.handlers.telemetry import ROUTES, Asked, boot_id
-from traceloom.agent.handlers.traces import triggers_answer
+from traceloom.agent.handlers.telemetry import ROUTES, AgentRequest, read_boot_id
+from traceloom.agent.handlers.traces import build_triggers_answer
 from traceloom.agent.hangs.detector import Hang, HungProcess
 from traceloom.agent.hangs.service import HangRecord
 from traceloom.agent.ownership.model import Owner
-from traceloom.agent.snapshot import Board
-from traceloom.agent.traces.requests import Wanted
-from traceloom.agent.triggers.store import Fired, Refused
-from traceloom.server.access import Peer
-from traceloom.server.problem import RequestError
-from traceloom.server.routing import document, moment
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.traces.requests import TraceSpec
+from traceloom.agent.triggers.store import LastFiring, LastRefusal
+from traceloom.server.access import Caller
+from traceloom.server.problem import HttpError
+from traceloom.server.routing import build_openapi_document, parse_time
 from traceloom.server.settings import Access, Tcp, Token
 
-DOCUMENT = document(ROUTES)
+DOCUMENT = build_openapi_document(ROUTES)
 BODIES = {
     "/api/v1/counters/pause": {"seconds": 5},
     "/api/v1/steps": {"steps": [0.1, 0.2], "rank": 3},
@@ -77,7 +77,7 @@ def test_the_document_is_one_of_openapi(running: Running) -> None:
 
 
 ANSWERED = [
-    route for route in ROUTES if "{" not in route.path and route.body is not Wanted
+    route for route in ROUTES if "{" not in route.path and route.body is not TraceSpec
 ]  # tests/unit/agent/requests
 
 
@@ -158,13 +158,13 @@ def test_a_query_reaches_the_history_as_it_was_meant(running: Running) -> None:
     [("30s", 970), ("1.5m", 910), ("0.25", 0.25), ("100", 100), ("1970-01-01T00:10:00Z", 600), ("1970-01-01T00:10:00", 600), ("1970-01-01T01:10:00+01:00", 600)],
 )  # fmt: skip
 def test_times(text: str, at_s: float) -> None:
-    assert moment(text, 1000 * 10**9) == at_s * 10**9
+    assert parse_time(text, 1000 * 10**9) == at_s * 10**9
 
 
 @pytest.mark.parametrize("text", ["yesterday", "", "10 m", "nan", "inf", "1e999", "2026-13-01"])
 def test_no_times(text: str) -> None:
-    with pytest.raises(RequestError, match="is no time"):
-        moment(text, 10**18)
+    with pytest.raises(HttpError, match="is no time"):
+        parse_time(text, 10**18)
 
 
 @pytest.mark.parametrize(
@@ -338,21 +338,21 @@ def test_a_user_sees_the_own_hangs_alone() -> None:
     for uid in (ANNA, BERT):
         hang = Hang(job="j", uid=uid, processes=(), since_ns=1, seen_ns=61, median_s=0.5)
         agent.hangs.records.append(HangRecord(id=f"of-{uid}", hang=hang))
-    peer = Peer(name=f"uid {ANNA}", uid=ANNA, sees="own")
+    peer = Caller(name=f"uid {ANNA}", uid=ANNA, sees="own")
     request = Request({"type": "http", "query_string": b"", "state": {"peer": peer}})
     (route,) = (route for route in ROUTES if route.path == "/api/v1/hangs")
-    answer = route.answers(Asked(agent, request))
+    answer = route.answers(AgentRequest(agent, request))
     assert [row.id for row in answer.hangs] == [f"of-{ANNA}"]
 
 
 def test_the_clock(running: Running) -> None:
     before, answer, after = time.monotonic_ns(), ask(running.socket, "/api/v1/clock").json(), time.monotonic_ns()
     assert before < answer["monotonic_ns"] < after
-    assert answer["boot_id"] == boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert answer["boot_id"] == read_boot_id() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def test_an_agent_whose_collectors_stopped_is_not_healthy(tmp_path: Path) -> None:
-    agent = SmallAgent(board=Board())
+    agent = SmallAgent(board=Snapshot())
     with listening(agent, tmp_path) as listeners:
         assert ask(listeners.socket_path, "/healthz").status == 200
         agent.board.started_ns -= 3600 * 10**9
@@ -369,7 +369,7 @@ def test_a_defect_is_an_answer_too(
 
 
 def test_a_query_with_too_large_an_answer(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.agent.handlers.telemetry._MOST_POINTS", 1)
+    monkeypatch.setattr("traceloom.agent.handlers.telemetry._MAX_QUERY_POINTS", 1)
     assert running.refused("/api/v1/query?metric=gpu_busy_ratio", 400)["slug"] == "too-many-values"
 
 
@@ -390,21 +390,21 @@ def test_rules_are_told_as_documented_and_what_they_did_to_whose_processes_it_wa
     agent = SmallAgent(Config(triggers=(rule,)))
     counts = agent.triggers.counts["hot"]
     counts.fired, counts.refusals = 1, {"cooldown": 2}
-    counts.last = Fired(at_ns=1, request="0a", target="slurm-7", what="it is hot", uid=ANNA)
-    counts.last_refusal = Refused(
+    counts.last = LastFiring(at_ns=1, request="0a", target="slurm-7", what="it is hot", uid=ANNA)
+    counts.last_refusal = LastRefusal(
         at_ns=2, target="slurm-8", what="it is hot", uid=BERT, reason="cooldown", detail="not for 5 s"
     )
 
-    def told(peer: Peer) -> tuple[bool, bool, bool]:
+    def told(peer: Caller) -> tuple[bool, bool, bool]:
         answer = msgspec.json.decode(
-            msgspec.json.encode(triggers_answer(agent.triggers, agent.config.trigger_budget, peer))
+            msgspec.json.encode(build_triggers_answer(agent.triggers, agent.config.trigger_budget, peer))
         )
         _check(answer, "TriggersAnswer")
         (rule,) = answer["rules"]
         assert (rule["name"], rule["fired"], rule["refusals"]) == ("hot", 1, {"cooldown": 2})
         return rule["rule"] is not None, rule["last"] is not None, rule["last_refusal"] is not None
 
-    assert told(Peer(name="root", uid=0, sees="all")) == (True, True, True)
-    assert told(Peer(name="anna", uid=ANNA, sees="own")) == (False, True, False)
-    assert told(Peer(name="bert", uid=BERT, sees="own")) == (False, False, True)
-    assert told(Peer(name="tcp", sees="host")) == (False, False, False)
+    assert told(Caller(name="root", uid=0, sees="all")) == (True, True, True)
+    assert told(Caller(name="anna", uid=ANNA, sees="own")) == (False, True, False)
+    assert told(Caller(name="bert", uid=BERT, sees="own")) == (False, False, True)
+    assert told(Caller(name="tcp", sees="host")) == (False, False, False)

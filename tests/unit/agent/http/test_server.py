@@ -20,7 +20,7 @@ import pytest
 from support.agent_server import Reply, SmallAgent, ask, connect, listening
 from traceloom.agent.config import Config
 from traceloom.errors import InputError, OutputError
-from traceloom.server.listener import tcp_security, unix_listener
+from traceloom.server.listener import bind_unix_socket, build_tls_context
 from traceloom.server.settings import Access, Tcp, Token
 
 PATIENCE_S = 60.0  # of these tests; that of the agent is far shorter
@@ -214,17 +214,17 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def test_beyond_loopback_nobody_listens_without_tls(address: str) -> None:
     for tokens in ((), (TOKEN,)):
         with pytest.raises(InputError) as raised:
-            tcp_security(Tcp(address=address, tokens=tokens))
+            build_tls_context(Tcp(address=address, tokens=tokens))
         assert raised.value.slug == "tcp-without-tls"
 
 
 def test_beyond_loopback_nobody_listens_without_tokens_or_client_certificates(certificate: Certificates) -> None:
     path, key = certificate("server", "server")
     with pytest.raises(InputError) as raised:
-        tcp_security(Tcp(address="0.0.0.0:0", certificate=path, key=key))
+        build_tls_context(Tcp(address="0.0.0.0:0", certificate=path, key=key))
     assert raised.value.slug == "tcp-without-tokens"
     for more in ({"tokens": (TOKEN,)}, {"client_ca": path}):
-        context, loopback = tcp_security(Tcp(address="0.0.0.0:0", certificate=path, key=key, **more))  # type: ignore[arg-type]
+        context, loopback = build_tls_context(Tcp(address="0.0.0.0:0", certificate=path, key=key, **more))  # type: ignore[arg-type]
         assert context is not None
         assert not loopback
 
@@ -234,7 +234,7 @@ def test_a_certificate_that_cannot_be_used(certificate: Certificates, tmp_path: 
     _, key = certificate("second", "second")
     for pair in ((path, key), (str(tmp_path / "none.pem"), key)):
         with pytest.raises(InputError) as raised:
-            tcp_security(Tcp(address="127.0.0.1:0", certificate=pair[0], key=pair[1]))
+            build_tls_context(Tcp(address="127.0.0.1:0", certificate=pair[0], key=pair[1]))
         assert raised.value.slug == "tls-unusable"
 
 
@@ -243,7 +243,7 @@ def test_a_certificate_that_cannot_be_used(certificate: Certificates, tmp_path: 
 )
 def test_tokens_that_are_none(token: Token) -> None:
     with pytest.raises(InputError, match="the token `a`"):
-        tcp_security(Tcp(address="127.0.0.1:0", tokens=(token,)))
+        build_tls_context(Tcp(address="127.0.0.1:0", tokens=(token,)))
 
 
 def test_the_agent_itself_refuses_to_start(tmp_path: Path) -> None:
@@ -316,18 +316,18 @@ def test_a_client_that_never_shakes_hands(certificate: Certificates, tmp_path: P
 
 def test_a_socket_that_can_be_seen_takes_connections(tmp_path: Path) -> None:
     """Scripts wait for the file to appear; the agent answers once it is ready."""
-    listener, lock = unix_listener(tmp_path / "s")
+    listener, lock = bind_unix_socket(tmp_path / "s")
     try:
         with connect(tmp_path / "s"):
             assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o666
     finally:
         listener.close()
         os.close(lock)
-    again, lock = unix_listener(tmp_path / "s")  # that of an agent that has ended is replaced
+    again, lock = bind_unix_socket(tmp_path / "s")  # that of an agent that has ended is replaced
     with again, connect(tmp_path / "s"):
         os.close(lock)
     (tmp_path / "file").write_text("precious")
     with pytest.raises(OutputError) as refused:
-        unix_listener(tmp_path / "file")
+        bind_unix_socket(tmp_path / "file")
     assert refused.value.slug == "socket-unusable"
     assert (tmp_path / "file").read_text() == "precious"

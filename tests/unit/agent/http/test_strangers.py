@@ -15,25 +15,25 @@ from support.agent_server import ANNA, BERT, SmallAgent, full_board
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.collectors.cgroups import OomKill
 from traceloom.agent.config import Config, MetricRule
-from traceloom.agent.handlers.telemetry import ROUTES, Asked, Route
+from traceloom.agent.handlers.telemetry import ROUTES, AgentRequest, Route
 from traceloom.agent.hangs.detector import Hang, HungProcess, JobKey
 from traceloom.agent.hangs.service import HangRecord
 from traceloom.agent.metrics import METRICS
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.publishers.openmetrics import render
-from traceloom.agent.snapshot import View
-from traceloom.agent.traces.requests import Cause, Target, TraceRequest, Wanted
-from traceloom.agent.triggers.store import Fired, Refused
-from traceloom.server.access import Peer
-from traceloom.server.problem import RequestError
+from traceloom.agent.publishers.openmetrics import render_openmetrics
+from traceloom.agent.snapshot import VisibleSnapshot
+from traceloom.agent.traces.requests import TraceRequest, TraceSpec, TraceTarget, TriggerCause
+from traceloom.agent.triggers.store import LastFiring, LastRefusal
+from traceloom.server.access import Caller
+from traceloom.server.problem import HttpError
 
 NEEDLE = "berts"  # stands in every text of Bert's
 COMMAND = "with-what"  # stands in every command
 PEERS = {
-    "anna": Peer(name=f"uid {ANNA}", uid=ANNA, pid=11, sees="own"),
-    "loopback": Peer(name="tcp 127.0.0.1", sees="host"),
-    "reader": Peer(name="token prometheus", sees="all"),
-    "root": Peer(name="uid 0", uid=0, pid=1, sees="all", acts=True, commands=True),
+    "anna": Caller(name=f"uid {ANNA}", uid=ANNA, pid=11, sees="own"),
+    "loopback": Caller(name="tcp 127.0.0.1", sees="host"),
+    "reader": Caller(name="token prometheus", sees="all"),
+    "root": Caller(name="uid 0", uid=0, pid=1, sees="all", acts=True, commands=True),
 }
 
 
@@ -46,7 +46,7 @@ def renamed(labels: tuple[str, ...]) -> tuple[str, ...]:
 def of_two_users() -> SmallAgent:
     """An agent whose every answer is about Anna and Bert."""
     board = full_board()
-    for sheet in board.sheets.values():
+    for sheet in board.results.values():
         sheet.values = {(name, renamed(labels)): value for (name, labels), value in sheet.values.items()}
         sheet.histograms = {
             (name, renamed(labels)): each._replace(labels=renamed(each.labels))
@@ -68,8 +68,8 @@ def of_two_users() -> SmallAgent:
     board.oom_kills.append(OomKill(at_ns=9**17, cgroup=f"/{NEEDLE}-job", job=f"{NEEDLE}-job", uid=BERT, kills=1))
     agent = SmallAgent(Config(triggers=(MetricRule(name="hot", metric="gpu_busy_ratio", above=0.5),)), board)
     counts = agent.triggers.counts["hot"]
-    counts.last = Fired(at_ns=1, request="r", target=f"{NEEDLE}-job", what=NEEDLE, uid=BERT)
-    counts.last_refusal = Refused(
+    counts.last = LastFiring(at_ns=1, request="r", target=f"{NEEDLE}-job", what=NEEDLE, uid=BERT)
+    counts.last_refusal = LastRefusal(
         at_ns=1, target=NEEDLE, what=NEEDLE, uid=BERT, reason="cooldown", detail=NEEDLE
     )  # fmt: skip
     member = HungProcess(key=of_bert.key, pid=22, rank=1, steps=9)
@@ -79,10 +79,10 @@ def of_two_users() -> SmallAgent:
     )
     agent.hangs.watch.hangs[hang.key] = hang
     agent.hangs.watch.stepping = {JobKey(f"{NEEDLE}-job", BERT)}
-    target = Target(request=NEEDLE, process=of_bert.key, profiler="timeline", pid=22, uid=BERT, stem=NEEDLE)
+    target = TraceTarget(request=NEEDLE, process=of_bert.key, profiler="timeline", pid=22, uid=BERT, stem=NEEDLE)
     agent.desk.requests[NEEDLE] = TraceRequest(
-        id=NEEDLE, who=NEEDLE, uid=BERT, asked_ns=1, boot_id="", wanted=Wanted(job=NEEDLE, steps=3), targets=[target],
-        files=[f"{NEEDLE}.json"], trigger=Cause(rule="hot", target=NEEDLE, what=NEEDLE), done=True,
+        id=NEEDLE, who=NEEDLE, uid=BERT, asked_ns=1, boot_id="", wanted=TraceSpec(job=NEEDLE, steps=3), targets=[target],
+        files=[f"{NEEDLE}.json"], trigger=TriggerCause(rule="hot", target=NEEDLE, what=NEEDLE), done=True,
     )  # fmt: skip
     return agent
 
@@ -92,7 +92,7 @@ def agent() -> SmallAgent:
     return of_two_users()
 
 
-def answer(agent: SmallAgent, peer: Peer, route: Route, query: str = "", **path: str) -> str:
+def answer(agent: SmallAgent, peer: Caller, route: Route, query: str = "", **path: str) -> str:
     """The answer as text, a refusal too."""
 
     async def receive() -> dict[str, Any]:
@@ -103,10 +103,10 @@ def answer(agent: SmallAgent, peer: Peer, route: Route, query: str = "", **path:
             "type": "http", "query_string": query.encode(), "headers": [], "path_params": path, "state": {"peer": peer}
         }  # fmt: skip
         try:
-            result = route.answers(Asked(agent, Request(scope, receive)))
+            result = route.answers(AgentRequest(agent, Request(scope, receive)))
             if inspect.isawaitable(result):
                 result = await result
-        except RequestError as error:
+        except HttpError as error:
             return f"refused: {error.slug} {error.message} {error.hint}"
         if hasattr(result, "body_iterator"):
             return "".join([str(piece) async for piece in result.body_iterator])
@@ -134,7 +134,9 @@ def questions() -> Iterator[tuple[Route, str]]:
 @pytest.mark.parametrize("who", ["anna", "loopback"])
 def test_no_answer_says_anything_of_another_user(agent: SmallAgent, who: str) -> None:
     texts = {(route.path, query): answer(agent, PEERS[who], route, query) for route, query in questions()}
-    texts["/metrics", ""] = render(View(agent.board, PEERS[who]), Config(compat=("dcgm",)))[0].decode()
+    texts["/metrics", ""] = render_openmetrics(VisibleSnapshot(agent.board, PEERS[who]), Config(compat=("dcgm",)))[
+        0
+    ].decode()
     assert [asked for asked, text in texts.items() if NEEDLE in text] == []
     if who == "loopback":  # nor of anybody
         assert [asked for asked, text in texts.items() if COMMAND in text or ("slurm-7" in text and not asked[1])] == []
@@ -144,7 +146,7 @@ def test_no_answer_to_who_only_reads_has_a_command_or_a_place_in_a_program(agent
     reader = PEERS["reader"]
     texts = {(route.path, query): answer(agent, reader, route, query) for route, query in questions()}
     assert [asked for asked, text in texts.items() if COMMAND in text or "/a/train.py" in text] == []
-    assert COMMAND not in render(View(agent.board, reader), Config(compat=("dcgm",)))[0].decode()
+    assert COMMAND not in render_openmetrics(VisibleSnapshot(agent.board, reader), Config(compat=("dcgm",)))[0].decode()
 
 
 def test_root_is_told_all_of_it(agent: SmallAgent) -> None:

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from support.agent_server import full_board
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.publishers.openmetrics import prefers_openmetrics, render
-from traceloom.agent.snapshot import Board
+from traceloom.agent.publishers.openmetrics import is_openmetrics_preferred, render_openmetrics
+from traceloom.agent.snapshot import Snapshot
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
 
@@ -28,7 +28,7 @@ def _samples(text: bytes, parse=parse_openmetrics):
 
 def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
     board = full_board()
-    text, kind = render(board, Config(), OPENMETRICS)
+    text, kind = render_openmetrics(board, Config(), OPENMETRICS)
     assert kind.startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name: family for family in parse_openmetrics(text.decode())}
     assert len(families) == len(METRICS)
@@ -43,13 +43,13 @@ def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
 
 def test_the_plain_format_has_the_same_series() -> None:
     board = full_board()
-    plain, kind = render(board, Config(), "text/plain")
+    plain, kind = render_openmetrics(board, Config(), "text/plain")
     assert kind.startswith("text/plain; version=0.0.4")
-    assert _samples(plain, parse_plain) == _samples(render(board, Config(), OPENMETRICS)[0])
+    assert _samples(plain, parse_plain) == _samples(render_openmetrics(board, Config(), OPENMETRICS)[0])
 
 
 def test_a_histogram_is_cumulative_and_ends_with_all() -> None:
-    samples = _samples(render(full_board(), Config(), OPENMETRICS)[0])
+    samples = _samples(render_openmetrics(full_board(), Config(), OPENMETRICS)[0])
     labels = (("job", "slurm-7"), ("rank", "0"))
     buckets = {dict(key[1])["le"]: value for key, value in samples.items() if key[0] == "traceloom_step_seconds_bucket"}
     assert [buckets["0.001"], buckets["0.01"], buckets["60.0"], buckets["+Inf"]] == [0, 3, 3, 5]
@@ -58,25 +58,25 @@ def test_a_histogram_is_cumulative_and_ends_with_all() -> None:
 
 
 def test_values_of_labels_are_escaped() -> None:
-    text, _ = render(full_board(), Config(), OPENMETRICS)
+    text, _ = render_openmetrics(full_board(), Config(), OPENMETRICS)
     commands = {dict(key[1])["command"] for key in _samples(text) if key[0] == "traceloom_process_info"}
     assert 'python "train".py\n\\' in commands
 
 
 def test_the_host_is_a_label_of_its_own_series_alone() -> None:
-    samples = _samples(render(full_board(), Config(), OPENMETRICS)[0])
+    samples = _samples(render_openmetrics(full_board(), Config(), OPENMETRICS)[0])
     assert {name for name, labels in samples if "host" in dict(labels)} == {"traceloom_host_info"}
 
 
 def test_an_empty_board_is_an_empty_text() -> None:
-    assert render(Board(), Config(), OPENMETRICS)[0] == b"# EOF\n"
+    assert render_openmetrics(Snapshot(), Config(), OPENMETRICS)[0] == b"# EOF\n"
 
 
 def test_a_series_of_two_collectors_stands_once() -> None:
-    board = Board()
+    board = Snapshot()
     board.put("a", [Reading("gpu_power_watts", ("GPU-0",), 1.0)], 1)
     board.put("b", [Reading("gpu_power_watts", ("GPU-0",), 2.0)], 2)
-    assert render(board, Config())[0].count(b"\ntraceloom_gpu_power_watts{") == 1
+    assert render_openmetrics(board, Config())[0].count(b"\ntraceloom_gpu_power_watts{") == 1
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_a_series_of_two_collectors_stands_once() -> None:
     ],
 )
 def test_the_format_that_the_scraper_prefers(accept: str, openmetrics: bool) -> None:
-    assert prefers_openmetrics(accept) == openmetrics
+    assert is_openmetrics_preferred(accept) == openmetrics
 
 
 def test_every_alias_of_dcgm_exporter_is_published_with_its_labels_and_unit() -> None:
     board = full_board()
-    samples = _samples(render(board, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0])
-    aliases = {alias.name for metric in METRICS.values() for alias in metric.dcgm}
+    samples = _samples(render_openmetrics(board, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0])
+    aliases = {alias.name for metric in METRICS.values() for alias in metric.dcgm_aliases}
     published = {name for name, _ in samples if name.startswith("DCGM_FI_")}
     assert published <= aliases
     values = {name: value for (name, labels), value, _ in board.values() if "GPU-0" in labels}
@@ -114,14 +114,14 @@ def test_every_alias_of_dcgm_exporter_is_published_with_its_labels_and_unit() ->
 
 
 def test_without_the_switch_there_is_no_name_of_dcgm() -> None:
-    assert b"DCGM" not in render(full_board(), Config())[0]
+    assert b"DCGM" not in render_openmetrics(full_board(), Config())[0]
 
 
 def test_a_partition_has_the_labels_of_its_device_with_profile_and_number() -> None:
     board = full_board()
     board.put("mig", [Reading("gpu_busy_ratio", ("MIG-1",), 0.5), Reading("gpu_busy_ratio", ("gone",), 0.5)], 1)
-    board.sheets.pop("all")
-    samples = _samples(render(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
+    board.results.pop("all")
+    samples = _samples(render_openmetrics(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
     ((name, pairs),) = [key for key in samples if key[0].startswith("DCGM")]
     labels = dict(pairs)
     assert (name, labels["UUID"], labels["gpu"], labels["GPU_I_PROFILE"], labels["GPU_I_ID"]) == (
@@ -135,7 +135,7 @@ def test_a_device_of_two_jobs_names_none() -> None:
     board = full_board()
     other = process(33, 1, "slurm-9", 0)
     board.processes[other.key] = other
-    samples = _samples(render(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
+    samples = _samples(render_openmetrics(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
     jobs = {
         dict(labels)["UUID"]: dict(labels).get("hpc_job") for name, labels in samples if name == "DCGM_FI_DEV_GPU_UTIL"
     }
@@ -145,6 +145,6 @@ def test_a_device_of_two_jobs_names_none() -> None:
 def test_prometheus_finds_nothing_wrong_with_any_metric() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("Debian's package prometheus is not installed")
-    text, _ = render(full_board(), Config())
+    text, _ = render_openmetrics(full_board(), Config())
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")

@@ -68,7 +68,7 @@ def _metrics(body: bytes):
     request.ParseFromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
     (of_resource,) = request.resource_metrics
     (of_scope,) = of_resource.scope_metrics
-    return of_resource.resource, {metric.name: metric for metric in of_scope.metrics}
+    return of_resource.resource, {metric.name: metric for metric in of_scope.render_metrics}
 
 
 def _attributes(holder):
@@ -123,9 +123,9 @@ def test_names_units_and_values_are_those_of_the_conventions(delivered) -> None:
 def test_counters_are_cumulative_sums_and_gauges_are_gauges(delivered) -> None:
     board, _, _, metrics = delivered
     for metric in METRICS.values():
-        if not metric.opentelemetry:
+        if not metric.opentelemetry_name:
             continue
-        sent = metrics[metric.opentelemetry]
+        sent = metrics[metric.opentelemetry_name]
         assert sent.WhichOneof("data") == {"counter": "sum", "gauge": "gauge", "histogram": "histogram"}[metric.kind]
         if metric.kind == "counter":
             assert sent.sum.is_monotonic
@@ -149,8 +149,8 @@ def test_a_histogram_keeps_its_buckets(delivered) -> None:
 def test_metrics_that_share_a_name_agree_in_kind_and_unit() -> None:
     kinds: dict[str, tuple[str, str]] = {}
     for metric in METRICS.values():
-        if metric.opentelemetry:
-            assert kinds.setdefault(metric.opentelemetry, (metric.kind, metric.opentelemetry_unit)) == (
+        if metric.opentelemetry_name:
+            assert kinds.setdefault(metric.opentelemetry_name, (metric.kind, metric.opentelemetry_unit)) == (
                 metric.kind, metric.opentelemetry_unit,
             ), metric.name  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_counters_say_when_they_began_to_count(delivered) -> None:
     starts: dict[str, set[int]] = {}
     for metric in METRICS.values():
         if metric.kind == "counter":
-            points = metrics[metric.opentelemetry or f"traceloom.{metric.name.replace('_', '.')}"].sum.data_points
+            points = metrics[metric.opentelemetry_name or f"traceloom.{metric.name.replace('_', '.')}"].sum.data_points
             starts[metric.name] = {point.start_time_unix_nano for point in points}
             assert all(point.time_unix_nano >= point.start_time_unix_nano for point in points)
     assert starts["process_cpu_seconds_total"] == {process.started_ns for process in board.processes.values()}

@@ -13,11 +13,11 @@ from traceloom.agent.config import Config, Traces
 from traceloom.agent.database import RequestStore
 from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places
-from traceloom.agent.traces.requests import Wanted
-from traceloom.agent.traces.runner import RequestDesk
-from traceloom.server.problem import RequestError
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories
+from traceloom.agent.traces.requests import TraceSpec
+from traceloom.agent.traces.runner import TraceService
+from traceloom.server.problem import HttpError
 
 
 class Host:
@@ -42,13 +42,13 @@ class Host:
             client = ProfilerClient(key=made.key, pid=pid, uid=7, gid=7, start_ticks=100, ancestors=(parent,))
             self.registry.clients[made.key] = client
 
-    def desk(self, attach: bool = True) -> RequestDesk:
+    def desk(self, attach: bool = True) -> TraceService:
         config = Config(traces=Traces(attach=attach))
-        store, places = RequestStore(None), Places(self.folder / "traces")
-        return RequestDesk(config, self.registry, lambda: self.processes, Steps(), store, places, "boot")
+        store, places = RequestStore(None), TraceDirectories(self.folder / "traces")
+        return TraceService(config, self.registry, lambda: self.processes, StepCounter(), store, places, "boot")
 
     def matching(self, **wanted: object) -> list[int]:
-        asked = msgspec.convert({"steps": 1, **wanted}, Wanted)
+        asked = msgspec.convert({"steps": 1, **wanted}, TraceSpec)
         return sorted(process.pid for process in self.desk().matching(asked, lambda _: True))
 
 
@@ -97,9 +97,9 @@ def test_refused(host: Host, attach: bool, wanted: dict[str, object], slug: str)
     async def submitted() -> str:
         desk = host.desk(attach)
         try:
-            with pytest.raises(RequestError) as refusal:
+            with pytest.raises(HttpError) as refusal:
                 await desk.submit(
-                    msgspec.convert({"pids": [10], "steps": 1, **wanted}, Wanted), "uid 7", lambda _: True
+                    msgspec.convert({"pids": [10], "steps": 1, **wanted}, TraceSpec), "uid 7", lambda _: True
                 )
         finally:
             await desk.close()

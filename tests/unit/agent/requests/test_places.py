@@ -17,12 +17,12 @@ from traceloom.agent.database import RequestStore
 from traceloom.agent.kineto.server import ProfilerRegistry
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.base import ProfilerError, Window
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places, drop
-from traceloom.agent.traces.requests import Target, TraceRequest, Wanted
-from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories, delete_output
+from traceloom.agent.traces.requests import TraceRequest, TraceSpec, TraceTarget
+from traceloom.agent.traces.runner import TraceService
 from traceloom.errors import OutputError
-from traceloom.server.problem import RequestError
+from traceloom.server.problem import HttpError
 
 UID = os.geteuid()
 OLD = time.time() - 7200
@@ -33,7 +33,7 @@ def mode(path: Path) -> int:
 
 
 def test_directories_of_a_user_are_its_own(tmp_path: Path) -> None:
-    places = Places(tmp_path / "traces")
+    places = TraceDirectories(tmp_path / "traces")
     places.prepare(UID, "r1")
     places.prepare(UID, "r2")
     assert mode(places.of_request(UID, "r1")) == mode(places.incoming(UID)) == 0o700
@@ -47,7 +47,7 @@ def test_directories_of_a_user_are_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(UID != 0, reason="only root makes directories for others")
 def test_of_another_user_only_what_is_incoming_is_theirs(tmp_path: Path) -> None:
-    places, other = Places(tmp_path / "traces"), 4_000_000
+    places, other = TraceDirectories(tmp_path / "traces"), 4_000_000
     places.prepare(other, "r1")
     assert places.incoming(other).stat().st_uid == other
     assert places.of_request(other, "r1").stat().st_uid == 0
@@ -79,14 +79,14 @@ def test_a_link_that_somebody_put_there_is_refused(tmp_path: Path, what: str) ->
         else:
             (user / ("incoming" if what == "incoming" else "r1")).symlink_to(elsewhere)
     with pytest.raises(OutputError) as refused:
-        Places(root).prepare(UID, "r1")
+        TraceDirectories(root).prepare(UID, "r1")
     assert refused.value.slug == "cannot-write"
     assert list(elsewhere.iterdir()) == []
     assert mode(elsewhere) != 0o700
 
 
 def test_what_nobody_waits_for_is_swept_after_an_hour(tmp_path: Path) -> None:
-    places = Places(tmp_path / "traces")
+    places = TraceDirectories(tmp_path / "traces")
     places.prepare(UID, "r1")
     incoming, outside = places.incoming(UID), tmp_path / "outside"
     outside.write_text("kept")
@@ -111,7 +111,7 @@ def test_what_nobody_waits_for_is_swept_after_an_hour(tmp_path: Path) -> None:
     assert {path.name for path in incoming.iterdir()} == {"new.trace", "folder"}
     assert outside.read_text() == kept.read_text() == "kept"
     assert (tmp_path / "outer" / "old").exists()
-    Places(tmp_path / "nowhere").sweep()
+    TraceDirectories(tmp_path / "nowhere").sweep()
 
 
 def test_dropping_a_file_takes_what_is_not_whole_too(tmp_path: Path) -> None:
@@ -123,26 +123,26 @@ def test_dropping_a_file_takes_what_is_not_whole_too(tmp_path: Path) -> None:
         (folder / name).write_text("x")
     (folder / "c").symlink_to(outside)
     for name in ("a", "c", "nothing", "../outside"):
-        drop(folder, name)
-    drop(tmp_path / "nowhere", "a")
+        delete_output(folder, name)
+    delete_output(tmp_path / "nowhere", "a")
     assert {path.name for path in folder.iterdir()} == {"b"}
     (tmp_path / "link").symlink_to(folder)
-    drop(tmp_path / "link", "b")  # the directory itself is a link
+    delete_output(tmp_path / "link", "b")  # the directory itself is a link
     assert (folder / "b").exists()
 
 
 # Targets of a request.
 
 
-def desk_of(tmp_path: Path, processes: list[Process], **traces: object) -> RequestDesk:
+def desk_of(tmp_path: Path, processes: list[Process], **traces: object) -> TraceService:
     proc = tmp_path / "proc"
     for each in processes:
         (proc / str(each.pid)).mkdir(parents=True)
         (proc / str(each.pid) / "stat").write_text(f"{each.pid} (x) S 1 " + "0 " * 17 + "100 0")
     config = msgspec.convert({"host": "node 1/a", "traces": traces}, Config)
     table = {each.key: each for each in processes}
-    return RequestDesk(
-        config, ProfilerRegistry(str(proc)), lambda: table, Steps(), RequestStore(None), Places(tmp_path / "traces"), "b"
+    return TraceService(
+        config, ProfilerRegistry(str(proc)), lambda: table, StepCounter(), RequestStore(None), TraceDirectories(tmp_path / "traces"), "b"
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def process(pid: int, rank: int | None, uid: int = UID) -> Process:
     )  # fmt: skip
 
 
-def submitted(desk: RequestDesk, wanted: Wanted, may_trace: Callable[[int], bool] = lambda _: True) -> TraceRequest:
+def submitted(desk: TraceService, wanted: TraceSpec, may_trace: Callable[[int], bool] = lambda _: True) -> TraceRequest:
     async def live() -> TraceRequest:
         try:
             return await desk.submit(wanted, "test", may_trace)
@@ -166,7 +166,7 @@ def submitted(desk: RequestDesk, wanted: Wanted, may_trace: Callable[[int], bool
 def test_each_process_has_a_name_of_its_own_and_the_host_one_for_all(tmp_path: Path) -> None:
     processes = [process(41, 1), process(42, 0), process(43, 1), process(44, 0)]
     desk = desk_of(tmp_path, processes, attach=True)
-    wanted = Wanted(job="job", steps=2, attach=True, profilers=("timeline", "telemetry", "dump", "timeline"))
+    wanted = TraceSpec(job="job", steps=2, attach=True, profilers=("timeline", "telemetry", "dump", "timeline"))
     request = submitted(desk, wanted)
     names = [(target.stem, target.profiler, target.pid) for target in request.targets]
     assert names == [
@@ -188,10 +188,10 @@ def test_a_request_is_about_processes_of_one_user(
 ) -> None:
     processes = [process(50 + number, number, uid) for number, uid in enumerate(uids)]
     desk = desk_of(tmp_path, processes, attach=True)
-    wanted = Wanted(job="job", duration_s=1.0, attach=True, profilers=("dump",))
+    wanted = TraceSpec(job="job", duration_s=1.0, attach=True, profilers=("dump",))
     may_trace: Callable[[int], bool] = (lambda _: True) if allowed is None else (lambda uid: uid in allowed)
     if slug:
-        with pytest.raises(RequestError) as refused:
+        with pytest.raises(HttpError) as refused:
             submitted(desk, wanted, may_trace)
         assert refused.value.slug == slug
         assert not (tmp_path / "traces").exists()
@@ -201,11 +201,11 @@ def test_a_request_is_about_processes_of_one_user(
 
 def test_a_user_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
     desk = desk_of(tmp_path, [process(60, 0)], attach=True, most_requests_per_user=2)
-    wanted = Wanted(job="job", duration_s=5.0, attach=True)
+    wanted = TraceSpec(job="job", duration_s=5.0, attach=True)
 
     async def live() -> list[str]:
         made = [await desk.submit(wanted, "test", lambda _: True) for _ in range(2)]
-        with pytest.raises(RequestError) as refused:
+        with pytest.raises(HttpError) as refused:
             await desk.submit(wanted, "test", lambda _: True)
         assert (refused.value.slug, refused.value.status) == ("quota", 429)
         desk.cancel(made[0])
@@ -226,8 +226,8 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
     ages_days = {"new": 0.5, "old": 2.0, "open": 9.0}
     for name, days in ages_days.items():
         desk.requests[name] = TraceRequest(
-            id=name, who="test", uid=UID, asked_ns=now_ns - int(days * 86_400e9), boot_id="b", wanted=Wanted(pids=(7,), steps=1),
-            targets=[Target(request=name, process="7@1", profiler="dump", pid=7, uid=UID, stem="pid7")], done=name != "open",
+            id=name, who="test", uid=UID, asked_ns=now_ns - int(days * 86_400e9), boot_id="b", wanted=TraceSpec(pids=(7,), steps=1),
+            targets=[TraceTarget(request=name, process="7@1", profiler="dump", pid=7, uid=UID, stem="pid7")], done=name != "open",
         )  # fmt: skip
         desk.places.prepare(UID, name)
         (desk.places.of_request(UID, name) / "capture.json").write_text("{}")
@@ -242,19 +242,19 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
 @pytest.mark.parametrize(
     ("wanted", "slug"),
     [
-        (Wanted(job="job", steps=11), "too-much"), (Wanted(job="job", duration_s=5.5), "too-much"), (Wanted(steps=1), "wrong-request"),
-        (Wanted(job="job"), "wrong-request"), (Wanted(job="job", steps=1, duration_s=1.0), "wrong-request"),
-        (Wanted(job="job", steps=1, at_ns=1), "wrong-request"), (Wanted(job="job", steps=1, at_ns=2**62), "wrong-request"),
-        (Wanted(job="job", steps=1, attach=True), "attach-off"), (Wanted(job="job", steps=1, profilers=("memory",)), "wrong-request"),
-        (Wanted(job="job", steps=10), ""), (Wanted(host="node", duration_s=5.0), ""),
+        (TraceSpec(job="job", steps=11), "too-much"), (TraceSpec(job="job", duration_s=5.5), "too-much"), (TraceSpec(steps=1), "wrong-request"),
+        (TraceSpec(job="job"), "wrong-request"), (TraceSpec(job="job", steps=1, duration_s=1.0), "wrong-request"),
+        (TraceSpec(job="job", steps=1, at_ns=1), "wrong-request"), (TraceSpec(job="job", steps=1, at_ns=2**62), "wrong-request"),
+        (TraceSpec(job="job", steps=1, attach=True), "attach-off"), (TraceSpec(job="job", steps=1, profilers=("memory",)), "wrong-request"),
+        (TraceSpec(job="job", steps=10), ""), (TraceSpec(host="node", duration_s=5.0), ""),
     ],
 )  # fmt: skip
-def test_what_a_request_may_ask_for(tmp_path: Path, wanted: Wanted, slug: str) -> None:
+def test_what_a_request_may_ask_for(tmp_path: Path, wanted: TraceSpec, slug: str) -> None:
     desk = desk_of(tmp_path, [], attach=False, most_steps=10, most_seconds=5.0)
     if not slug:
         desk.check(wanted)
         return
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(HttpError) as refused:
         desk.check(wanted)
     assert refused.value.slug == slug
 
@@ -299,20 +299,20 @@ def test_the_window_of_several_ranks_is_from_the_first_to_the_last(tmp_path: Pat
     desk = desk_of(tmp_path, [])
     windows = [(100, 200, "kept"), (90, 180, "kept"), (1, 900, "failed"), (None, None, "kept")]
     targets = [
-        Target(
+        TraceTarget(
             request="r", process=f"{row}@1", profiler="timeline", pid=row, uid=UID, stem=f"rank{row}", state=state,  # type: ignore[arg-type]
             window_start_ns=start, window_end_ns=end,
         )
         for row, (start, end, state) in enumerate(windows)
     ]  # fmt: skip
-    beside = Target(request="r", process="0@1", profiler="telemetry", pid=0, uid=UID, stem="host")
+    beside = TraceTarget(request="r", process="0@1", profiler="telemetry", pid=0, uid=UID, stem="host")
     made = TraceRequest(
         id="r",
         who="test",
         uid=UID,
         asked_ns=1,
         boot_id="",
-        wanted=Wanted(pids=(1,), steps=1),
+        wanted=TraceSpec(pids=(1,), steps=1),
         targets=[*targets, beside],
     )
     assert asyncio.run(desk.traced(made)) == (90, 200)

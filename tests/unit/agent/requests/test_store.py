@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from traceloom.agent.database import RequestStore
-from traceloom.agent.traces.requests import Leases, Target, TraceRequest, Wanted
+from traceloom.agent.traces.requests import LeaseTable, TraceRequest, TraceSpec, TraceTarget
 from traceloom.errors import InputError, OutputError
 
 
 def _request(number: int) -> TraceRequest:
-    target = Target(
+    target = TraceTarget(
         request=f"r{number}", process="7@100", profiler="timeline", pid=7, uid=1, rank=3, stem="rank3", since_ns=5,
         skew_ns=-4, sha256="ab", file="rank3.kineto.json.gz", bytes=2**40,
     )  # fmt: skip
-    wanted = Wanted(pids=(7,), steps=3)
+    wanted = TraceSpec(pids=(7,), steps=3)
     return TraceRequest(
         id=f"r{number}", who="uid 1", uid=1, asked_ns=number, boot_id="b", wanted=wanted, targets=[target]
     )
@@ -70,7 +70,7 @@ def test_another_version_is_not_touched(tmp_path: Path, version: int) -> None:
 
 
 def test_leases_are_taken_whole_or_not_at_all() -> None:
-    leases = Leases()
+    leases = LeaseTable()
     assert leases.take("one", {"ptrace:1", "counters:G"}) == ""
     assert leases.take("one", {"ptrace:1"}) == ""
     assert leases.take("two", {"ptrace:2", "counters:G"}) == "counters:G is in use by one"

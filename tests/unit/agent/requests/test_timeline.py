@@ -23,17 +23,17 @@ from support.waiting import until
 from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import KinetoSockets, ProfilerRegistry, parent_and_start
+from traceloom.agent.kineto.server import KinetoSockets, ProfilerRegistry, read_parent_and_start
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
-from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places
-from traceloom.agent.traces.requests import TraceRequest, Wanted
-from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.profilers.timeline import StartBarrier, TimelineOrder, TimelineProfiler
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories
+from traceloom.agent.traces.requests import TraceRequest, TraceSpec
+from traceloom.agent.traces.runner import TraceService
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 EVERY_S = 0.05  # between polls of the stand-in
@@ -107,14 +107,14 @@ def traced(
         sockets.start()
         assert not sockets.trouble
         stand_in = StandIn(place / "k" / str(os.geteuid()), obeys, list(masks))
-        ticks = parent_and_start("/proc", os.getpid())[1]
+        ticks = read_parent_and_start("/proc", os.getpid())[1]
         process = Process(
             key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
             uid=os.geteuid(), command="",
         )  # fmt: skip
         wanted = TimelineOrder(
             trace_id="traceloom-1-rank0", group_id="traceloom-1", incoming=place / "incoming", stem="rank0",
-            **{"wait_s": 30.0, "start": CommonStart([process.key]) if common else None, **order},
+            **{"wait_s": 30.0, "start": StartBarrier([process.key]) if common else None, **order},
         )  # fmt: skip
         try:
             profiler = TimelineProfiler(registry, wanted, outcome.tell)
@@ -286,8 +286,8 @@ KEEPS = """
 import json, os, resource, sys
 from traceloom.agent.traces import files as keeping
 pages = int(open("/proc/self/statm").read().split()[0])
-keeping._ROOM_BYTES = pages * resource.getpagesize() + (32 << 20)
-facts = keeping.keep(
+keeping._BASE_MEMORY_BYTES = pages * resource.getpagesize() + (32 << 20)
+facts = keeping.verify_and_store(
     folder=sys.argv[1], name="trace", uid=os.geteuid(), to=sys.argv[2], most_bytes=1 << 30, most_kept_bytes=1 << 30,
     trace_id="traceloom-1-rank0", start_ns=None, duration_s=0.5, steps=None,
 )
@@ -329,9 +329,9 @@ def test_a_common_start_is_told_and_measured(place: Path) -> None:
 def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
     place: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
-    monkeypatch.setattr("traceloom.agent.profilers.timeline.AHEAD_S", 0.1)
+    monkeypatch.setattr("traceloom.agent.profilers.timeline.START_LEAD_S", 0.1)
     read: list[tuple[int, float]] = []
-    board = Board()
+    board = Snapshot()
 
     class Counter:
         """Counts its runs; left alone, it runs once a minute."""
@@ -355,22 +355,22 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
         sockets = KinetoSockets(place / "k", registry)
         sockets.start()
         scheduler = Scheduler(board, [Counter()])
-        board.watchers.append(lambda _, sheet: read.append((sheet.at_ns, *sheet.values.values())))
+        board.listeners.append(lambda _, sheet: read.append((sheet.at_ns, *sheet.values.values())))
         scheduler.start()
-        ticks = parent_and_start("/proc", os.getpid())[1]
+        ticks = read_parent_and_start("/proc", os.getpid())[1]
         process = Process(
             key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
             uid=os.geteuid(), command="",
         )  # fmt: skip
-        desk = RequestDesk(
-            Config(), registry, lambda: {process.key: process}, Steps(), RequestStore(None), Places(place / "traces"), "",
+        desk = TraceService(
+            Config(), registry, lambda: {process.key: process}, StepCounter(), RequestStore(None), TraceDirectories(place / "traces"), "",
             {"telemetry": lambda: TelemetryProfiler(board, scheduler, "node1")},
         )  # fmt: skip
         stand_in = StandIn(place / "k" / str(os.geteuid()), at_the_instant, [])
         try:
             clients = registry.clients  # how often it polls is known from its second time on
             await asyncio.to_thread(until, lambda: process.key in clients and clients[process.key].interval_s < 1)
-            wanted = Wanted(pids=(process.pid,), steps=3, profilers=("timeline", "telemetry"))
+            wanted = TraceSpec(pids=(process.pid,), steps=3, profilers=("timeline", "telemetry"))
             request = await desk.submit(wanted, "test", lambda _: True)
             async for _ in desk.changes(request):
                 pass
@@ -403,7 +403,7 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
 
 def test_ranks_meet_in_each_round() -> None:
     async def live() -> None:
-        start = CommonStart(["a", "b", "c"])
+        start = StartBarrier(["a", "b", "c"])
         one = asyncio.create_task(start.ready("a", 1.0))
         await asyncio.sleep(0)
         assert not start.first.done()
@@ -430,7 +430,7 @@ def test_a_profile_that_never_ends_is_given_up(place: Path, monkeypatch: pytest.
 
 def test_a_process_that_does_not_poll_is_not_registered(place: Path) -> None:
     outcome = Outcome()
-    ticks = parent_and_start("/proc", os.getpid())[1]
+    ticks = read_parent_and_start("/proc", os.getpid())[1]
     process = Process(
         key=f"{os.getpid()}@{ticks}", pid=os.getpid(), start_ticks=ticks, started_ns=1, parent_pid=1,
         uid=os.geteuid(), command="",

@@ -15,16 +15,16 @@ from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.config import CadenceRule, MetricRule, StepRegressionRule, TriggerBudget
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps, StepsTaken
-from traceloom.agent.triggers.store import DAY_NS, Charge, ProcessIndex, TriggerLedger, chosen, owned_so
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter, StepsTaken
+from traceloom.agent.triggers.store import DAY_NS, Charge, ProcessIndex, TriggerLedger, filter_by_owner, select_targets
 from traceloom.agent.triggers.watches import (
     CadenceWatch,
     MetricWatch,
     SeriesValues,
     StepRegressionWatch,
-    matching,
-    of_rule,
+    match_rule_series,
+    match_series,
 )
 
 S = 10**9
@@ -42,8 +42,8 @@ class Watched:
 
     def __init__(self, condition: str, *, there: bool = True) -> None:
         self.rule = metric_rule(condition)
-        self.board = Board()
-        self.values = SeriesValues(self.board, [of_rule(self.rule)])
+        self.board = Snapshot()
+        self.values = SeriesValues(self.board, [match_rule_series(self.rule)])
         self.watch = MetricWatch(self.rule, self.values, lambda _: there)
         self.history: list[tuple[int, dict[str, float]]] = []
 
@@ -122,9 +122,9 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
         "host_network_bytes_total",
         [(f"eth{card}", way) for card in range(3) for way in ("receive", "transmit")],
     )
-    board = Board()
-    asked = [matching(metric, {}), matching(metric, {"interface": "eth1"}), matching(metric, {"direction": "transmit"}),
-             matching(metric, {"direction": "receive", "interface": "eth2"})]  # fmt: skip
+    board = Snapshot()
+    asked = [match_series(metric, {}), match_series(metric, {"interface": "eth1"}), match_series(metric, {"direction": "transmit"}),
+             match_series(metric, {"direction": "receive", "interface": "eth2"})]  # fmt: skip
     values = SeriesValues(board, asked)
     before: dict[str, tuple[int, dict[tuple[str, str], float]]] = {}
     rates: dict[str, dict[tuple[str, str], float]] = {}
@@ -246,8 +246,8 @@ def test_a_clock_that_was_set_back_keeps_no_rule_waiting_longer_than_its_cooldow
 # Whom a rule is about.
 
 
-def crowd(chance: random.Random) -> Board:
-    board = Board()
+def crowd(chance: random.Random) -> Snapshot:
+    board = Snapshot()
     board.devices = {
         **{uuid: Device(uuid=uuid, index=str(row), vendor="nvidia", model="H100") for row, uuid in enumerate(DEVICES)},
         "MIG-1": Device(uuid="MIG-1", index="0:1", vendor="nvidia", model="H100", parent="GPU-0"),
@@ -278,37 +278,37 @@ def test_the_processes_that_labels_name(seed: int) -> None:
     for device in (*DEVICES, "MIG-1", "GPU-9"):
         of = {device, *(uuid for uuid, each in board.devices.items() if each.parent == device)}
         expected = {p.key for p in everybody if of & {*p.devices, *p.owner.devices}}
-        assert keys(index.concerned({"device": device})) == expected
+        assert keys(index.find_by_labels({"device": device})) == expected
     for group in ("/a", "/b", "/c"):
-        assert keys(index.concerned({"cgroup": group})) == {p.key for p in everybody if p.cgroup == group}
+        assert keys(index.find_by_labels({"cgroup": group})) == {p.key for p in everybody if p.cgroup == group}
     for job in ("j1", "j2", "j3"):
         members = [p for p in everybody if p.owner.job == job]
-        assert keys(index.concerned({"job": job})) == {p.key for p in members}
-        assert keys(index.of_job(1, job)) == {p.key for p in members if p.uid == 1}
+        assert keys(index.find_by_labels({"job": job})) == {p.key for p in members}
+        assert keys(index.list_job_processes(1, job)) == {p.key for p in members if p.uid == 1}
         for rank in ("0", "1", "2", "7"):
             of_rank = [p for p in members if str(p.owner.rank) == rank] or [p for p in members if p.owner.rank is None]
-            assert keys(index.concerned({"job": job, "rank": rank})) == {p.key for p in of_rank}
-    assert keys(index.concerned({"process": "3@1", "device": "GPU-0"})) == {"3@1"}
-    assert index.concerned({"process": "99@1"}) == []
-    assert keys(index.concerned({})) == set(board.processes)
-    assert keys(owned_so(everybody, {"job": "j1", "rank": "1", "device": "GPU-0"})) == {
+            assert keys(index.find_by_labels({"job": job, "rank": rank})) == {p.key for p in of_rank}
+    assert keys(index.find_by_labels({"process": "3@1", "device": "GPU-0"})) == {"3@1"}
+    assert index.find_by_labels({"process": "99@1"}) == []
+    assert keys(index.find_by_labels({})) == set(board.processes)
+    assert keys(filter_by_owner(everybody, {"job": "j1", "rank": "1", "device": "GPU-0"})) == {
         p.key for p in everybody if p.owner.job == "j1" and p.owner.rank == 1
     }
-    assert keys(owned_so(everybody, {"rank": ""})) == {p.key for p in everybody if p.owner.rank is None}
+    assert keys(filter_by_owner(everybody, {"rank": ""})) == {p.key for p in everybody if p.owner.rank is None}
 
 
 def test_the_index_follows_the_board() -> None:
     board = crowd(random.Random(0))
     index = ProcessIndex(board)
-    assert index.concerned({"job": "j1"})
+    assert index.find_by_labels({"job": "j1"})
     board.processes = {}
-    assert index.concerned({"job": "j1"}) == index.of_job(0, "j1") == []
+    assert index.find_by_labels({"job": "j1"}) == index.list_job_processes(0, "j1") == []
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_slowest_and_the_median_rank_by_sorted_means(seed: int) -> None:
     chance = random.Random(seed)
-    board, steps = Board(), Steps()
+    board, steps = Snapshot(), StepCounter()
     ranks = [worker(number, rank=number) for number in range(chance.randrange(1, 9))]
     launcher = worker(20)  # polls too, and has no rank
     board.processes = {each.key: each for each in (*ranks, launcher)}
@@ -318,14 +318,14 @@ def test_the_slowest_and_the_median_rank_by_sorted_means(seed: int) -> None:
         steps.report(each.key, "job", each.owner.rank, durations)
         means[each.key] = sum(durations) / len(durations)
     made = rule('on = "cadence"\nevery = 3600\ntarget = "slowest-and-median"')
-    (target,) = chosen(made, [launcher, *ranks[:1]], ProcessIndex(board), set(board.processes), steps)
+    (target,) = select_targets(made, [launcher, *ranks[:1]], ProcessIndex(board), set(board.processes), steps)
     ordered = sorted(means, key=lambda key: means[key])
     assert {each.key for each in target.processes} == {ordered[-1], ordered[(len(ordered) - 1) // 2]}
     assert target.refusal is None
-    (nobody,) = chosen(made, ranks[:1], ProcessIndex(board), set(), steps)
+    (nobody,) = select_targets(made, ranks[:1], ProcessIndex(board), set(), steps)
     assert nobody.refusal is not None
     assert nobody.refusal.reason == "not-registered"
-    (unknown,) = chosen(made, ranks[:1], ProcessIndex(board), set(board.processes), Steps())
+    (unknown,) = select_targets(made, ranks[:1], ProcessIndex(board), set(board.processes), StepCounter())
     assert unknown.refusal is not None
     assert (unknown.refusal.reason, unknown.processes) == ("no-steps", ())
 
@@ -374,7 +374,7 @@ def test_steps_are_slower_when_their_median_is_and_chance_is_no_reason(seed: int
     chance = random.Random(seed)
     made = rule('on = "step-regression"\nby = 0.2\nlast = 40')
     assert isinstance(made, StepRegressionRule)
-    steps = Steps()
+    steps = StepCounter()
     traced, living = set[str](), {"7@1"}
     watch = StepRegressionWatch(made, steps, lambda key: key in traced, lambda key: key in living)
     pace = [1.0] * 300 + [chance.choice((1.1, 1.35))] * 200 + [1.0] * 150 + [1.5] * 200
@@ -398,7 +398,7 @@ def test_means_of_many_steps_are_fewer_witnesses() -> None:
     """What probes see are means: one look counts for a tenth of the window at most."""
     made = rule('on = "step-regression"\nby = 0.2\nlast = 40')
     assert isinstance(made, StepRegressionRule)
-    steps = Steps()
+    steps = StepCounter()
     watch = StepRegressionWatch(made, steps, lambda _: False, lambda _: True)
     for seconds, looks in ((1.0, 30), (2.0, 9)):  # 120 witnesses, then 36: not a window yet
         for _ in range(looks):

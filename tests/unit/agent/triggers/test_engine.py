@@ -19,7 +19,7 @@ from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import Window
 from traceloom.agent.traces.requests import TraceRequest
 from traceloom.agent.triggers.store import TriggerStore
-from traceloom.agent.triggers.watches import Firing
+from traceloom.agent.triggers.watches import Occurrence
 from traceloom.errors import InputError
 
 HOT = 'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\n'
@@ -221,9 +221,9 @@ class Stuck:
     def __init__(self, since_ns: int) -> None:
         self.since_ns = since_ns
 
-    def look(self, now_ns: int) -> list[Firing]:
+    def look(self, now_ns: int) -> list[Occurrence]:
         hangs = now_ns >= self.since_ns
-        return [Firing({"job": "job"}, f"job@{self.since_ns}", "no step for 10 medians")] if hangs else []
+        return [Occurrence({"job": "job"}, f"job@{self.since_ns}", "no step for 10 medians")] if hangs else []
 
     def trouble(self) -> str:
         return ""

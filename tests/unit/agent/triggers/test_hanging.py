@@ -9,19 +9,19 @@ import pytest
 
 from traceloom.agent.config import Config, Hangs
 from traceloom.agent.hangs.detector import Hang
-from traceloom.agent.hangs.service import HangDesk, HangRecord, State
+from traceloom.agent.hangs.service import HangRecord, HangService, State
 from traceloom.agent.history import History
-from traceloom.agent.snapshot import Board
-from traceloom.agent.steps import Steps
-from traceloom.agent.traces.files import Places
+from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces.files import TraceDirectories
 from traceloom.agent.triggers.watches import HangRuleWatch
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> HangDesk:
+def desk(tmp_path: Path) -> HangService:
     config = Config()
-    return HangDesk(
-        config, Board(), History(None, config.history), Steps(), places=Places(tmp_path), path=tmp_path / "hangs.json",
+    return HangService(
+        config, Snapshot(), History(None, config.history), StepCounter(), places=TraceDirectories(tmp_path), path=tmp_path / "hangs.json",
         boot_id="", note=lambda _what, _details: None,
     )  # fmt: skip
 
@@ -31,7 +31,7 @@ def record(number: str, sentence: str = "rank 1 is elsewhere", state: State = "h
     return HangRecord(id=number, hang=hang, sentence=sentence, state=state)
 
 
-def test_each_hang_fires_once_when_it_is_described(desk: HangDesk) -> None:
+def test_each_hang_fires_once_when_it_is_described(desk: HangService) -> None:
     desk.records.append(record("before"))
     watch = HangRuleWatch(desk)
     assert list(watch.look(time.time_ns())) == []
@@ -45,7 +45,7 @@ def test_each_hang_fires_once_when_it_is_described(desk: HangDesk) -> None:
     assert list(watch.look(0)) == []
 
 
-def test_where_hangs_are_not_watched_for_it_says_so(desk: HangDesk) -> None:
+def test_where_hangs_are_not_watched_for_it_says_so(desk: HangService) -> None:
     watch = HangRuleWatch(desk)
     assert watch.trouble() == ""
     desk.config = Config(hangs=Hangs(watch=False))

@@ -13,7 +13,7 @@ from support.triggers import START_NS, Rules, rule, worker
 from traceloom.agent.accelerators.backend import Device, DeviceEvent
 from traceloom.agent.collectors.cgroups import OomKill
 from traceloom.agent.config import AnyRule, CadenceRule
-from traceloom.agent.steps import Steps, StepsTaken
+from traceloom.agent.steps import StepCounter, StepsTaken
 from traceloom.agent.triggers.watches import CadenceWatch
 
 
@@ -219,7 +219,7 @@ def test_errors_of_devices() -> None:
 
 def _slower(by: float, seed: int, *, probed: bool = False) -> bool:
     """Whether a rule of 20 % fires for steps of 100 ms with noise that become slower by a share."""
-    chance, steps = random.Random(seed), Steps()
+    chance, steps = random.Random(seed), StepCounter()
     process = worker(0, rank=0)
 
     async def run() -> bool:
@@ -250,7 +250,7 @@ def test_steps_that_became_slower_and_noise_that_did_not(probed: bool) -> None:
 
 def test_one_slow_stretch_as_probes_see_it_is_no_regression() -> None:
     """A checkpoint in one look makes the mean of that look large, and of no other."""
-    steps, process = Steps(), worker(0, rank=0)
+    steps, process = StepCounter(), worker(0, rank=0)
 
     async def test(rules: Rules) -> None:
         rules.run(process)
@@ -263,7 +263,7 @@ def test_one_slow_stretch_as_probes_see_it_is_no_regression() -> None:
 
 
 def test_steps_under_a_trace_do_not_count() -> None:
-    steps, process = Steps(), worker(0, rank=0, devices=("GPU-0",))
+    steps, process = StepCounter(), worker(0, rank=0, devices=("GPU-0",))
 
     async def test(rules: Rules) -> None:
         rules.run(process)
@@ -329,8 +329,8 @@ def test_a_cadence_traces_every_job() -> None:
     live(of('on = "cadence"\nevery = 3600'), test)
 
 
-def _waits(waits: dict[int, float | None]) -> Steps:
-    steps = Steps()
+def _waits(waits: dict[int, float | None]) -> StepCounter:
+    steps = StepCounter()
     for number, wait in waits.items():
         steps.report(worker(number).key, "job", number, [0.1 + number / 100] * 10, wait)
     return steps

@@ -10,7 +10,7 @@ import pytest
 
 from support.scripted_service import Question, Reply, refusal, scripted
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
-from traceloom.agent.fleet_link.protocol import Enrolled, Enrolment, WorkAnswer
+from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkAnswer
 from traceloom.errors import InputError
 
 WORK = Reply(msgspec.json.encode({"version": "7", "work": []}))
@@ -24,7 +24,7 @@ def test_questions_go_over_one_connection_with_the_credential_below_the_prefix()
         client = ServiceClient(f"{service.url}/behind/a/proxy/")
         assert client.get("agents/node1/work?version=&wait=30", WorkAnswer) == WorkAnswer(version="7")
         enrolment = Enrolment(token="once", host="node1")
-        client.credential = client.post("agents/enrol", enrolment, Enrolled).credential
+        client.credential = client.post("agents/enrol", enrolment, HostCredentials).credential
         client.get("agents/node1/work", WorkAnswer)
         client.close()
     first, second, third = service.questions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.fleet_link.link import DRIFT, KEPT, RoundTrip, ServiceClock
+from traceloom.agent.fleet_link.link import MAX_CLOCK_DRIFT, MAX_ROUND_TRIPS, RoundTrip, ServiceClock
 
 START = 1_700_000_000_000_000_000
 DELAY = st.integers(0, 2_000_000_000)
@@ -27,10 +27,10 @@ def test_the_true_offset_lies_within_the_error(ahead_ns: int, delays: list[tuple
         offset = clock.offset(at_ns)
         assert offset is not None
         assert abs(offset.offset_ns + ahead_ns) <= offset.error_ns
-    assert offset.round_trips == min(len(delays), KEPT)
+    assert offset.round_trips == min(len(delays), MAX_ROUND_TRIPS)
 
 
-@given(st.floats(-DRIFT, DRIFT), st.lists(st.tuples(DELAY, DELAY), min_size=1, max_size=40))
+@given(st.floats(-MAX_CLOCK_DRIFT, MAX_CLOCK_DRIFT), st.lists(st.tuples(DELAY, DELAY), min_size=1, max_size=40))
 def test_a_clock_that_drifts_stays_within_it_too(drift: float, delays: list[tuple[int, int]]) -> None:
     clock, at_ns = ServiceClock(), 0
 
@@ -44,20 +44,23 @@ def test_a_clock_that_drifts_stays_within_it_too(drift: float, delays: list[tupl
         offset = clock.offset(at_ns)
         assert offset is not None
         # A trip measures drift, too: half of it on each way.
-        assert abs(of_host(at_ns) + offset.offset_ns - START - at_ns) <= offset.error_ns + DRIFT * (there + back) + 2
+        assert (
+            abs(of_host(at_ns) + offset.offset_ns - START - at_ns)
+            <= offset.error_ns + MAX_CLOCK_DRIFT * (there + back) + 2
+        )
 
 
 def test_the_quickest_of_the_last_counts() -> None:
     clock = ServiceClock()
     clock.add(trip(START, 500, 1000, 0, 1000))
-    for number in range(1, KEPT):
+    for number in range(1, MAX_ROUND_TRIPS):
         clock.add(trip(START + number * 1_000_000, 500, 900_000, 0, 100_000))
     offset = clock.offset(START)
     assert offset is not None
     assert offset.offset_ns == -500
-    for number in range(KEPT, 2 * KEPT):  # the quick one is not among the last any more
+    for number in range(MAX_ROUND_TRIPS, 2 * MAX_ROUND_TRIPS):  # the quick one is not among the last any more
         clock.add(trip(START + number * 1_000_000, 500, 900_000, 0, 100_000))
-    offset = clock.offset(START + 2 * KEPT * 1_000_000)
+    offset = clock.offset(START + 2 * MAX_ROUND_TRIPS * 1_000_000)
     assert offset is not None
     assert abs(offset.offset_ns + 500) == 400_000
     assert offset.error_ns >= 500_000

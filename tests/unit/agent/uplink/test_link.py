@@ -17,20 +17,20 @@ from support.scripted_service import Question, Reply, ScriptedService, refusal, 
 from support.triggers import Rules, worker
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.config import FleetLink
-from traceloom.agent.fleet_link.link import TOKEN_VARIABLE, Membership, Uplink
+from traceloom.agent.fleet_link.link import TOKEN_VARIABLE, FleetConnection, Membership
 from traceloom.agent.fleet_link.protocol import (
-    Enrolled,
     Enrolment,
     Heartbeat,
     HeartbeatAnswer,
+    HostCredentials,
     HostReport,
     HostWork,
     ReportAnswer,
     UsageRow,
     WorkAnswer,
 )
-from traceloom.agent.topline import Topline
-from traceloom.agent.traces.requests import Wanted
+from traceloom.agent.topline import JobAccounting
+from traceloom.agent.traces.requests import TraceSpec
 
 HOUR_NS = 3600 * 10**9
 encode = msgspec.json.encode
@@ -55,7 +55,7 @@ class Fleet:
             self.enrolments.append(msgspec.json.decode(question.body, type=Enrolment))
             if self.enrolments[-1].token != "once":
                 return refusal(403, "wrong-token", "that token is none")
-            return Reply(encode(Enrolled(host="node1", credential=f"secret{len(self.enrolments)}")))
+            return Reply(encode(HostCredentials(host="node1", credential=f"secret{len(self.enrolments)}")))
         if question.credential != f"Bearer secret{len(self.enrolments) or 1}":
             self.strangers += 1
             return refusal(401, "no-credential", "who is that?")
@@ -88,8 +88,8 @@ class Host:
     def __init__(self, folder: Path, service: ScriptedService, **changes: object) -> None:
         self.rules = Rules(folder=folder)
         link = replace(FleetLink(server=service.url, heartbeat=0.05), **changes)
-        self.uplink = Uplink(
-            replace(self.rules.config, fleet=link), folder, self.rules.board, self.rules.desk, Topline("H100"), "boot7"
+        self.uplink = FleetConnection(
+            replace(self.rules.config, fleet=link), folder, self.rules.board, self.rules.desk, JobAccounting("H100"), "boot7"
         )  # fmt: skip
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -252,7 +252,7 @@ def test_work_is_armed_told_once_and_ends_where_the_service_wants_it_no_more(
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "once")
     fleet = Fleet()
-    work = HostWork(request="r1", step="arm", wanted=Wanted(job="job", steps=3))
+    work = HostWork(request="r1", step="arm", wanted=TraceSpec(job="job", steps=3))
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
         host.rules.run(worker(0, rank=0), worker(1, rank=1), worker(2, "another"))
@@ -280,11 +280,11 @@ def test_work_is_armed_told_once_and_ends_where_the_service_wants_it_no_more(
 def test_what_cannot_be_traced_is_told_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "once")
     fleet = Fleet()
-    wanted = Wanted(job="job", steps=3)
+    wanted = TraceSpec(job="job", steps=3)
     fleet.offer(
         HostWork(request="nobody", step="start", wanted=replace(wanted, job="no-such-job")),
         HostWork(request="odd", step="start", wanted=replace(wanted, profilers=("timeline", "memory"))),
-        HostWork(request="long", step="start", wanted=Wanted(job="job", duration_s=1e6)),
+        HostWork(request="long", step="start", wanted=TraceSpec(job="job", duration_s=1e6)),
     )
     with scripted(fleet) as service:
         host = Host(tmp_path, service)

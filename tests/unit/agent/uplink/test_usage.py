@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.fleet_link.protocol import UsageRow
-from traceloom.agent.fleet_link.usage import MINUTE_MS, UsageBacklog, UsageMinutes
-from traceloom.agent.ownership.model import split
+from traceloom.agent.fleet_link.usage import MINUTE_MS, UsageAccumulator, UsageOutbox
+from traceloom.agent.ownership.model import split_by_weights
 from traceloom.agent.topline import JobDeviceTime
 from traceloom.errors import InputError
 
@@ -30,7 +30,7 @@ TICK = st.tuples(
 
 def times(device: str, ms: int, shares: list[tuple[str | None, int, int]]) -> list[JobDeviceTime]:
     """What jobs had of a device in a tick, by weights (busy, idle); they add up to it."""
-    parts = split(ms, [weight for _, *weights in shares for weight in weights])
+    parts = split_by_weights(ms, [weight for _, *weights in shares for weight in weights])
     return [
         JobDeviceTime(device, job, busy, idle, 0, 100.0, (1e6, 2e6))
         for (job, *_), busy, idle in zip(shares, parts[0::2], parts[1::2], strict=True)
@@ -39,7 +39,7 @@ def times(device: str, ms: int, shares: list[tuple[str | None, int, int]]) -> li
 
 @given(st.lists(TICK, min_size=1, max_size=20), st.integers(0, MINUTE_MS))
 def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, int, int]]]], begin: int) -> None:
-    usage, end = UsageMinutes(), FIRST * MINUTE_MS + begin
+    usage, end = UsageAccumulator(), FIRST * MINUTE_MS + begin
     expected: Counter[tuple[str, str]] = Counter()
     for ms, shares in ticks:
         end += ms
@@ -65,7 +65,7 @@ def test_the_rows_are_the_ticks(ticks: list[tuple[int, list[tuple[str | None, in
 
 
 def test_a_tick_is_cut_at_the_minute_and_its_energy_with_it() -> None:
-    usage = UsageMinutes()
+    usage = UsageAccumulator()
     tick = [JobDeviceTime("g", "a", 5000, 5000, 0, 3000.0, (1e12, 4e12))]
     usage.add((FIRST * MINUTE_MS + 4000) * MS, tick, {"a": 900.0})  # 6 s before the minute, 4 s in it
     minutes = usage.take((FIRST + 1) * MINUTE_MS * MS, {"g": "H100"})
@@ -78,7 +78,7 @@ def test_a_tick_is_cut_at_the_minute_and_its_energy_with_it() -> None:
 
 
 def test_no_minute_gets_more_than_it_has_and_none_is_given_twice() -> None:
-    usage, now = UsageMinutes(), (FIRST + 1) * MINUTE_MS * MS
+    usage, now = UsageAccumulator(), (FIRST + 1) * MINUTE_MS * MS
     whole = [JobDeviceTime("g", "a", MINUTE_MS, 0, 0, None, None)]
     usage.add(now, whole, {})
     usage.add(now, whole, {})  # the service's clock was set back
@@ -91,19 +91,19 @@ def test_no_minute_gets_more_than_it_has_and_none_is_given_twice() -> None:
 
 def test_the_backlog_keeps_minutes_until_they_are_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / "state" / "usage.db"
-    backlog = UsageBacklog(path)
+    backlog = UsageOutbox(path)
     assert backlog.oldest() == []
     backlog.acknowledge(5)
     row = UsageRow(minute=FIRST, device="g", state="busy", device_ms=1, energy_mj=7)
     backlog.put({FIRST: [row], FIRST + 1: []})
-    assert UsageBacklog(path).oldest() == [row]
-    UsageBacklog(path).acknowledge(FIRST)
-    assert UsageBacklog(path).oldest() == []
+    assert UsageOutbox(path).oldest() == [row]
+    UsageOutbox(path).acknowledge(FIRST)
+    assert UsageOutbox(path).oldest() == []
 
 
 def test_a_disk_that_takes_nothing_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    backlog = UsageBacklog(tmp_path / "file" / "usage.db")
+    backlog = UsageOutbox(tmp_path / "file" / "usage.db")
     backlog.put({FIRST: []})
     assert backlog.lost == 1
     assert "file" in backlog.trouble
@@ -127,10 +127,10 @@ def test_a_damaged_file_is_put_aside_and_new_minutes_are_kept(tmp_path: Path, da
     """Else the host would say nothing to its fleet any more: each heartbeat begins with what lies there."""
     path = tmp_path / "usage.db"
     row = UsageRow(minute=FIRST, device="g", state="busy", device_ms=1)
-    UsageBacklog(path).put({FIRST: [row]})
+    UsageOutbox(path).put({FIRST: [row]})
     damage(path)
     damaged = path.read_bytes()
-    backlog = UsageBacklog(path)
+    backlog = UsageOutbox(path)
     with pytest.raises(sqlite3.DatabaseError):
         backlog.oldest()
     (aside,) = tmp_path.glob("usage.db.damaged-*")
@@ -144,7 +144,7 @@ def test_a_file_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA user_version = 2")
-    before, backlog = path.read_bytes(), UsageBacklog(path)
+    before, backlog = path.read_bytes(), UsageOutbox(path)
     with pytest.raises(InputError) as refused:
         backlog.oldest()
     assert refused.value.slug == "other-version"
@@ -156,7 +156,7 @@ def test_a_file_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_file_that_another_has_locked_is_not_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
-    backlog = UsageBacklog(path)
+    backlog = UsageOutbox(path)
     backlog.put({FIRST: []})
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("BEGIN EXCLUSIVE")

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from support.documents import check_document
-from traceloom.analyze.bandwidth import bus_factor
+from traceloom.analyze.bandwidth import compute_bus_factor
 from traceloom.cli import main
 from traceloom.report import calibration as report
 from traceloom.report.documents.calibration import CalibrationDocument
@@ -43,7 +43,7 @@ def recorded(
         for kind in group.kinds:
             latency, bandwidth = PLANTED[kind]
             for size in of.sizes:
-                bus = size * bus_factor(kind, count)
+                bus = size * compute_bus_factor(kind, count)
                 times_ns = repeated(latency * (1 if group.span == "inside" else 3) + bus / bandwidth)
                 transfers.append(Series(kind, group.span, count, size, bus, times_ns))
     kernels = [Series("copy", "fp32", of.ranks, 1 << 28, 2 << 28, repeated(500 + (2 << 28) / 20))]

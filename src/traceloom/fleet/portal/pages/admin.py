@@ -29,27 +29,27 @@ from traceloom.fleet.handlers.admin import (
     WebhooksAnswer,
     WebhookTestAnswer,
 )
-from traceloom.fleet.portal.asking import ask, to_page
+from traceloom.fleet.portal.asking import build_page_url, fetch_answer
 from traceloom.fleet.portal.page import (
     ContentSection,
-    KeyNumber,
+    KeyFigure,
     Page,
     PageContent,
-    choices,
-    command,
-    folded,
-    number_of,
-    sure,
-    text_field,
-    to_job,
-    to_request,
+    build_choices,
+    build_command,
+    build_confirm_button,
+    build_fold_out,
+    build_job_url,
+    build_request_url,
+    build_text_field,
+    parse_positive_number,
 )
-from traceloom.fleet.portal.page_request import Address, Visit
-from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, instant
-from traceloom.fleet.rules import OwnerRule, Prices, prices_of, rules_of
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl
+from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, render_time
+from traceloom.fleet.rules import OwnerRule, Prices, parse_prices, parse_rules
 from traceloom.fleet.store.captures import AuditEntry, Role, TokenRecord
-from traceloom.fleet.store.rules import EVENTS, MOST_WAITING, EventName, WebhookRecord
-from traceloom.server.problem import RequestError, wrong_request
+from traceloom.fleet.store.rules import EVENTS, MAX_WAITING, EventName, WebhookRecord
+from traceloom.server.problem import HttpError, make_bad_request
 from traceloom.system import units
 
 AUDIT_COLUMNS = (
@@ -61,7 +61,7 @@ AUDIT_COLUMNS = (
 )
 
 
-async def compute_audit(visit: Visit) -> list[AuditEntry]:
+async def compute_audit(visit: PageRequest) -> list[AuditEntry]:
     """The last lines, newest first."""
     return (await visit.answer(AuditAnswer, "/api/v1/audit")).entries
 
@@ -100,22 +100,22 @@ TOKENS_COLUMNS = (
     PageColumn("created_ns", "Made", "instant"),
     PageColumn("expires_ns", "Until", "instant", unknown="it does not expire"),
 )
-_ABOUT: dict[Role, str] = {
+_ROLE_TEXTS: dict[Role, str] = {
     "viewer": "reads",
     "requester": "traces own jobs, uploads",
     "operator": "traces all jobs, lets hosts join",
     "admin": "makes tokens, reads the audit",
 }
-assert set(_ABOUT) == set(get_args(Role))
+assert set(_ROLE_TEXTS) == set(get_args(Role))
 
 
-def _state(token: TokenRecord) -> str:
+def _get_token_state(token: TokenRecord) -> str:
     if token.revoked_ns:
         return "revoked"
     return "expired" if token.expires_ns and token.expires_ns <= time.time_ns() else "active"
 
 
-async def compute_tokens(visit: Visit) -> list[TokenRecord]:
+async def compute_tokens(visit: PageRequest) -> list[TokenRecord]:
     """All tokens."""
     return (await visit.answer(TokensAnswer, "/api/v1/tokens")).tokens
 
@@ -125,7 +125,7 @@ def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
     rows: list[PageRow] = [
         {
             "name": token.name,
-            "state": _state(token),
+            "state": _get_token_state(token),
             "role": token.role,
             "created_ns": token.created_ns,
             "expires_ns": token.expires_ns or None,
@@ -137,31 +137,31 @@ def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
     return PageContent("Tokens", [ContentSection("tokens", "By name", table)], lead=lead)
 
 
-def build_tokens_controls(visit: Visit, tokens: list[TokenRecord]) -> Node:
+def build_tokens_controls(visit: PageRequest, tokens: list[TokenRecord]) -> Node:
     """Forms by which tokens are made and revoked."""
-    roles = [(role, f"{role}: {about}") for role, about in _ABOUT.items()]
-    inside = form(method="post")[
+    roles = [(role, f"{role}: {description}") for role, description in _ROLE_TEXTS.items()]
+    content = form(method="post")[
         div(".fields")[
-            text_field(
+            build_text_field(
                 "name", "Name", "As the user is called whose jobs it traces.", value=visit.field("name"),
                 required="required", maxlength="80",
             ),
-            text_field("days", "Days", "After so many it expires; empty: never.", value=visit.field("days")),
-            choices("role", "Role", roles, [visit.field("role") or "requester"]),
+            build_text_field("days", "Days", "After so many it expires; empty: never.", value=visit.field("days")),
+            build_choices("role", "Role", roles, [visit.field("role") or "requester"]),
         ],
         div(".buttons")[button(".primary", type="submit")["Make it"]],
     ]  # fmt: skip
-    names = [token.name for token in tokens if _state(token) == "active"]
+    names = [token.name for token in tokens if _get_token_state(token) == "active"]
     choice = div(".field")[
         label(for_="revoke")["Token"], select(id="revoke", name="revoke")[(option(value=name)[name] for name in names)]
     ]
     return [
-        folded("make", "Make a token", inside, is_open=bool(visit.form)),
-        sure("Revoke a token", choice, {}) if names else None,
+        build_fold_out("make", "Make a token", content, is_open=bool(visit.form)),
+        build_confirm_button("Revoke a token", choice, {}) if names else None,
     ]
 
 
-async def handle_tokens_action(visit: Visit) -> str | Node:
+async def handle_tokens_action(visit: PageRequest) -> str | Node:
     """Make a token, and show it once; or revoke one.
 
     Raises:
@@ -170,14 +170,14 @@ async def handle_tokens_action(visit: Visit) -> str | Node:
     if name := visit.field("revoke"):
         await visit.answer(RevokedAnswer, "/api/v1/tokens/{name}", method="DELETE", name=name)
         return visit.address.path
-    days = number_of(visit.field("days"), "the number of days", float) or 0.0
+    days = parse_positive_number(visit.field("days"), "the number of days", float) or 0.0
     try:
         body = TokenBody(name=visit.field("name"), role=msgspec.convert(visit.field("role"), Role), days=days)
     except msgspec.ValidationError as error:
-        raise wrong_request(str(error)) from error
+        raise make_bad_request(str(error)) from error
     answer = await visit.answer(TokenAnswer, "/api/v1/tokens", method="POST", body=body)
     return div(".notice", role="status")[
-        p["The token of ", code[answer.name], " is shown only now:"], command(answer.token)
+        p["The token of ", code[answer.name], " is shown only now:"], build_command(answer.token)
     ]
 
 
@@ -194,11 +194,11 @@ TOKENS_PAGE = Page(
 )
 
 WEBHOOKS_ROUTE = "/api/v1/webhooks"
-COLUMNS = (
+WEBHOOK_COLUMNS = (
     PageColumn("name", "Webhook"),
     PageColumn("url", "Leads to"),
     PageColumn("events", "Is told of"),
-    PageColumn("waiting", "Waiting", "count", f"events that have not arrived yet; {MOST_WAITING} at most"),
+    PageColumn("waiting", "Waiting", "count", f"events that have not arrived yet; {MAX_WAITING} at most"),
     PageColumn("delivered", "Arrived", "count"),
     PageColumn("lost", "Lost", "count", "given up after a day, or dropped as too many waited"),
     PageColumn("error", "Last error", unknown="the last event arrived, or there was none"),
@@ -206,7 +206,7 @@ COLUMNS = (
 )
 
 
-async def compute_webhooks(visit: Visit) -> list[WebhookRecord]:
+async def compute_webhooks(visit: PageRequest) -> list[WebhookRecord]:
     """All webhooks."""
     return (await visit.answer(WebhooksAnswer, WEBHOOKS_ROUTE)).webhooks
 
@@ -224,56 +224,59 @@ def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
     empty = fragment[
         p["Nobody is told of anything. A webhook has the service post an event to an address when a trace has ended or "
           "a kernel became slower. Add one above, or by a command:"],
-        command("traceloom fleet webhooks add chat https://chat.example/hook"),
+        build_command("traceloom fleet webhooks add chat https://chat.example/hook"),
     ]  # fmt: skip
     lead = "Each event is signed with the webhook's secret, and is tried again for a day."
-    sections = [ContentSection("webhooks", "By name", PageTable("webhooks", "Webhooks", COLUMNS, rows, empty))]
+    sections = [ContentSection("webhooks", "By name", PageTable("webhooks", "Webhooks", WEBHOOK_COLUMNS, rows, empty))]
     if not webhooks:
         return PageContent("No webhooks", sections, lead=lead)
     lost = sum(webhook.failed + webhook.dropped for webhook in webhooks)
     numbers = [
-        KeyNumber("Waiting", units.count(sum(webhook.waiting for webhook in webhooks)), "events"),
-        KeyNumber("Arrived", units.count(sum(webhook.delivered for webhook in webhooks)), "events"),
-        KeyNumber("Lost", units.count(lost), "events", "bad" if lost else ""),
+        KeyFigure("Waiting", units.format_count(sum(webhook.waiting for webhook in webhooks)), "events"),
+        KeyFigure("Arrived", units.format_count(sum(webhook.delivered for webhook in webhooks)), "events"),
+        KeyFigure("Lost", units.format_count(lost), "events", "bad" if lost else ""),
     ]
-    return PageContent(units.count_of(len(webhooks), "webhook"), sections, numbers=numbers, lead=lead)
+    return PageContent(units.format_quantity(len(webhooks), "webhook"), sections, numbers=numbers, lead=lead)
 
 
-def build_webhooks_controls(visit: Visit, webhooks: list[WebhookRecord]) -> Node:
+def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -> Node:
     """Forms by which webhooks are added, tried and removed."""
-    chosen = visit.form.get("events", EVENTS)
-    inside = form(method="post")[
+    selected_events = visit.form.get("events", EVENTS)
+    content = form(method="post")[
         div(".fields")[
-            text_field("name", "Name", "Letters, digits, dots, dashes.", value=visit.field("name"),
+            build_text_field("name", "Name", "Letters, digits, dots, dashes.", value=visit.field("name"),
                        required="required", maxlength="63"),
-            text_field("url", "Address", "It has to be https and public, unless the service allows its network.",
+            build_text_field("url", "Address", "It has to be https and public, unless the service allows its network.",
                        value=visit.field("url"), required="required", maxlength="2000", placeholder="https://"),
-            choices("events", "Events", [(event, event) for event in EVENTS], chosen, several=True,
-                    about="None: all of them."),
+            build_choices("events", "Events", [(event, event) for event in EVENTS], selected_events, several=True,
+                    hint="None: all of them."),
         ],
         div(".buttons")[button(".primary", type="submit", name="do", value="add")["Add it"]],
     ]  # fmt: skip
     names = [webhook.name for webhook in webhooks]
     adding = visit.field("do") == "add"
     if not names:
-        return folded("add", "Add a webhook", inside, is_open=adding)
+        return build_fold_out("add", "Add a webhook", content, is_open=adding)
     trial = details(".sure")[
         summary["Send an event for a test …"],
-        form(method="post")[_choice("try", names), button(type="submit", name="do", value="try")["Send it"]],
+        form(method="post")[
+            _build_webhook_select("try", names), button(type="submit", name="do", value="try")["Send it"]
+        ],
     ]
     return [
-        folded("add", "Add a webhook", inside, is_open=adding), trial,
-        sure("Remove a webhook", _choice("remove", names), {"do": "remove"}),
+        build_fold_out("add", "Add a webhook", content, is_open=adding), trial,
+        build_confirm_button("Remove a webhook", _build_webhook_select("remove", names), {"do": "remove"}),
     ]  # fmt: skip
 
 
-def _choice(name: str, names: Sequence[str]) -> Node:
+def _build_webhook_select(name: str, names: Sequence[str]) -> Node:
     return div(".field")[
-        label(for_=name)["Webhook"], select(id=name, name=name)[(option(value=each)[each] for each in names)]
+        label(for_=name)["Webhook"],
+        select(id=name, name=name)[(option(value=webhook_name)[webhook_name] for webhook_name in names)],
     ]
 
 
-async def handle_webhooks_action(visit: Visit) -> str | Node:
+async def handle_webhooks_action(visit: PageRequest) -> str | Node:
     """Add a webhook, and show its secret once; send one an event for a test; or remove one.
 
     Raises:
@@ -293,7 +296,7 @@ async def handle_webhooks_action(visit: Visit) -> str | Node:
     try:
         events = msgspec.convert(visit.form.get("events", EVENTS), tuple[EventName, ...])
     except msgspec.ValidationError as error:
-        raise wrong_request(str(error)) from error
+        raise make_bad_request(str(error)) from error
     body = WebhookBody(name=visit.field("name"), url=visit.field("url"), events=events)
     answer = await visit.answer(NewWebhookAnswer, WEBHOOKS_ROUTE, method="POST", body=body)
     return div(".notice", role="status")[
@@ -302,7 +305,7 @@ async def handle_webhooks_action(visit: Visit) -> str | Node:
             code[answer.name],
             ", by which it knows that events are of this service, is shown only now:",
         ],
-        command(answer.secret),
+        build_command(answer.secret),
     ]
 
 
@@ -312,63 +315,65 @@ WEBHOOKS_PAGE = Page(
 )  # fmt: skip
 
 
-def document_form(visit: Visit, words: str, file: str, text: str, about: Node) -> Node:
+def build_document_form(visit: PageRequest, button_text: str, file: str, text: str, hint: Node) -> Node:
     """The form by which a document is changed: what would change is shown, or it is saved.
 
     Args:
         visit: Of the page; what its form holds is shown again.
-        words: On the button that unfolds it.
+        button_text: On the button that unfolds it.
         file: What the document is called.
         text: What it holds now.
-        about: What may stand in it.
+        hint: What may stand in it.
     """
-    text = written_text(visit) or text
+    text = get_submitted_text(visit) or text
     # Ends of lines would be spelled out as other control characters are.
     lines = Markup(str(escape(text)).replace("\n", "&#10;").replace("\t", "&#9;"))  # noqa: S704  (escaped)
-    inside = form(method="post", action=visit.address.path)[
+    content = form(method="post", action=visit.address.path)[
         div(".field")[
             label(for_="text")[file],
             textarea(
                 "#text", name="text", rows=max(10, min(30, text.count("\n") + 3)), spellcheck="false",
                 autocomplete="off", aria_describedby="text-about",
             )[lines],
-            p("#text-about.quiet")[about],
+            p("#text-about.quiet")[hint],
         ],
         div(".buttons")[
             button(type="submit", name="do", value="try")["Show what would change"],
             button(".primary", type="submit", name="do", value="save")["Save"],
         ],
     ]  # fmt: skip
-    return folded("change", words, inside, is_open=bool(visit.form))
+    return build_fold_out("change", button_text, content, is_open=bool(visit.form))
 
 
-def written_text(visit: Visit) -> str:
+def get_submitted_text(visit: PageRequest) -> str:
     """What the form holds; browsers end its lines as HTTP does."""
     return visit.form.get("text", [""])[0].replace("\r\n", "\n")
 
 
-def older_version(path: str, document: DocumentAnswer, history: DocumentHistoryAnswer) -> Node | None:
+def describe_older_version(path: str, document: DocumentAnswer, history: DocumentHistoryAnswer) -> Node | None:
     """What a page says of a version that counts no more; None where it shows the last one, or none was written."""
     if document.version in {0, history.versions[0].version if history.versions else 0}:
         return None
-    when, to_last = instant(document.at_ns or 0), a(href=path)["To the last"]
+    when, to_last = render_time(document.at_ns or 0), a(href=path)["To the last"]
     return ["This is version ", str(document.version), ", of ", when, ". ", to_last, "."]
 
 
-def versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:
+def build_versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:
     """All versions of a document, each of which the page shows at its address."""
     columns = (
         PageColumn("version", "Version", "count", link=lambda row: f"{path}?version={row['version']}"),
         PageColumn("at_ns", "Since", "instant", "since when it counts"),
         PageColumn("who", "By"),
     )
-    rows: list[PageRow] = [{"version": each.version, "at_ns": each.at_ns, "who": each.who} for each in history.versions]
+    rows: list[PageRow] = [
+        {"version": version.version, "at_ns": version.at_ns, "who": version.who} for version in history.versions
+    ]
     table = PageTable("versions", "Versions", columns, rows, "Nobody has written one yet.")
     return ContentSection("versions", "History", table, "every version is kept")
 
 
-ROUTE = "/api/v1/triggers"
-EXAMPLE = """[[triggers]]
+TRIGGERS_ROUTE = "/api/v1/triggers"
+TRIGGERS_EXAMPLE = """[[triggers]]
 name = "daily-share"
 on = "cadence"
 share = 0.2               # of the jobs, each day, once each
@@ -385,14 +390,14 @@ traces_per_day = 50
 mb_per_day = 20000.0
 share = 0.01              # of the steps of a job
 """
-_WHEN = {
+_KIND_TEXTS = {
     "cadence": "each day, a share of the jobs",
     "usage": "devices are hardly used",
     "finding": "a finding in a capture",
     "regression": "a kernel became slower",
 }
-_TARGETS = {"job": "all ranks", "slowest-and-median": "slowest rank and one in the middle"}
-_RULES = (
+_TARGET_TEXTS = {"job": "all ranks", "slowest-and-median": "slowest rank and one in the middle"}
+_RULE_COLUMNS = (
     PageColumn("name", "Rule"),
     PageColumn("on", "Fires on"),
     PageColumn("jobs", "Jobs", "count", "that run now and that the rule is about", link=lambda _row: "/jobs"),
@@ -404,20 +409,22 @@ _RULES = (
     PageColumn("kept_bytes", "Kept", "bytes", "files of its traces"),
     PageColumn("cooldown", "Cooldown", "time", "until it may trace the same job again"),
 )  # fmt: skip
-_LAST = (
+_LAST_COLUMNS = (
     PageColumn("at_ns", "When", "instant"),
     PageColumn("name", "Rule"),
     PageColumn("result", "Result", "state"),
-    PageColumn("job", "Job", "name", unknown="it is about no job", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("job", "Job", "name", unknown="it is about no job", link=lambda row: build_job_url(str(row["job"]))),
     PageColumn("what", "What it saw"),
-    PageColumn("request", "Request", "name", unknown="there is none", link=lambda row: to_request(str(row["request"]))),
+    PageColumn(
+        "request", "Request", "name", unknown="there is none", link=lambda row: build_request_url(str(row["request"]))
+    ),
     PageColumn("detail", "Why not", unknown="it fired"),
 )
 
 
-async def compute_triggers(visit: Visit) -> FleetTriggersAnswer:
+async def compute_triggers(visit: PageRequest) -> FleetTriggersAnswer:
     """The rules and what they did."""
-    return await visit.answer(FleetTriggersAnswer, ROUTE)
+    return await visit.answer(FleetTriggersAnswer, TRIGGERS_ROUTE)
 
 
 def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
@@ -431,7 +438,7 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
             p["Nothing is traced unless somebody asks. Rules ask for traces of jobs whose devices idle, in which "
               "something was found, whose kernels became slower; or of a share of all jobs each day."],
             p["Write rules above, or from a file:"],
-            command("traceloom fleet triggers set fleet-triggers.toml"),
+            build_command("traceloom fleet triggers set fleet-triggers.toml"),
         ]  # fmt: skip
         return PageContent(
             "There are no rules yet", [ContentSection("rules", "Rules", div(".empty", id="rules")[empty])], lead=lead
@@ -447,68 +454,68 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
                              "what": refusal.what, "detail": f"{refusal.reason}: {refusal.detail}"})  # fmt: skip
     happened.sort(key=lambda row: -int(row["at_ns"] or 0))
     sections = [
-        ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULES, [_row(rule) for rule in answer.rules])),
+        ContentSection("rules", "Rules", PageTable("rules", "Rules", _RULE_COLUMNS, [_build_rule_row(rule) for rule in answer.rules])),
         ContentSection(
             "last", "What happened last",
-            PageTable("last", "What rules did last", _LAST, happened, "No rule has fired yet."),
+            PageTable("last", "What rules did last", _LAST_COLUMNS, happened, "No rule has fired yet."),
             "of each rule",
         ),
     ]  # fmt: skip
     if answer.trouble:
         sections.insert(0, ContentSection("trouble", "What is wrong", p(".bad")[answer.trouble]))
-    left = "warn" if not answer.traces_left else ""
+    traces_grade = "warn" if not answer.traces_left else ""
     numbers = [
-        KeyNumber("Fired", units.count(fired), "since these rules are there", leads="/requests?requests.q=trigger"),
-        KeyNumber("Traces left", units.count(answer.traces_left),
-                  f"of {units.count(answer.traces_per_day)} in 24 hours", left),
-        KeyNumber("Bytes left", units.size(answer.bytes_left), f"of {units.size(answer.bytes_per_day)} in 24 hours",
+        KeyFigure("Fired", units.format_count(fired), "since these rules are there", leads="/requests?requests.q=trigger"),
+        KeyFigure("Traces left", units.format_count(answer.traces_left),
+                  f"of {units.format_count(answer.traces_per_day)} in 24 hours", traces_grade),
+        KeyFigure("Bytes left", units.format_size(answer.bytes_left), f"of {units.format_size(answer.bytes_per_day)} in 24 hours",
                   "" if answer.bytes_left else "warn"),
-        KeyNumber("Share", units.share(answer.share, 1.0), "of the steps of a job, at most"),
+        KeyFigure("Share", units.format_share(answer.share, 1.0), "of the steps of a job, at most"),
     ]  # fmt: skip
-    rules = units.count_of(len(answer.rules), "rule")
-    heading = f"{rules} asked for {units.count_of(fired, 'trace')}"
+    rules = units.format_quantity(len(answer.rules), "rule")
+    heading = f"{rules} asked for {units.format_quantity(fired, 'trace')}"
     return PageContent(heading, sections, numbers=numbers, lead=lead)
 
 
-def _row(rule: FleetTriggerAnswer) -> PageRow:
+def _build_rule_row(rule: FleetTriggerAnswer) -> PageRow:
     refusals = sorted(rule.refusals.items(), key=lambda item: -item[1])
     return {
-        "name": rule.name, "on": f"{rule.on}: {_WHEN[rule.on]}", "jobs": rule.jobs,
-        "target": _TARGETS[rule.target], "fired": rule.fired,
-        "refusals": ", ".join(f"{reason} {units.count(times)}×" for reason, times in refusals),
+        "name": rule.name, "on": f"{rule.on}: {_KIND_TEXTS[rule.on]}", "jobs": rule.jobs,
+        "target": _TARGET_TEXTS[rule.target], "fired": rule.fired,
+        "refusals": ", ".join(f"{reason} {units.format_count(times)}×" for reason, times in refusals),
         "kept_bytes": rule.kept_bytes, "cooldown": int(rule.cooldown_seconds * 1e9),
     }  # fmt: skip
 
 
-def build_triggers_controls(visit: Visit, answer: FleetTriggersAnswer) -> Node:
+def build_triggers_controls(visit: PageRequest, answer: FleetTriggersAnswer) -> Node:
     """The form by which rules are set."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may set rules."]
-    about = (
+    hint = (
         "on: cadence (share), usage (busy_below, minutes), finding (slug, saving), regression (by). "
         "Each may have where (job, user, account, scheduler, framework), target, profilers, steps or duration, shapes, "
         "stacks, cooldown."
     )
-    return document_form(visit, "Set rules", "fleet-triggers.toml", answer.toml or EXAMPLE, about)
+    return build_document_form(visit, "Set rules", "fleet-triggers.toml", answer.toml or TRIGGERS_EXAMPLE, hint)
 
 
-async def handle_triggers_action(visit: Visit) -> str | Node:
+async def handle_triggers_action(visit: PageRequest) -> str | Node:
     """Say what the rules of the form would be about, or set them.
 
     Raises:
         RequestError: `wrong-config`: what is wrong with them; `not-allowed`.
     """
     saves = visit.field("do") == "save"
-    body = FleetTriggersBody(toml=written_text(visit), dry_run=not saves)
-    answer = await visit.answer(FleetTriggersAnswer, ROUTE, method="PUT", body=body)
+    body = FleetTriggersBody(toml=get_submitted_text(visit), dry_run=not saves)
+    answer = await visit.answer(FleetTriggersAnswer, TRIGGERS_ROUTE, method="PUT", body=body)
     if saves:
         return visit.address.path
     names = {"name", "on", "jobs", "target", "cooldown"}
-    columns = [column for column in _RULES if column.key in names]
-    table = PageTable("checked", "Rules of the form", columns, [_row(rule) for rule in answer.rules],
+    columns = [column for column in _RULE_COLUMNS if column.key in names]
+    table = PageTable("checked", "Rules of the form", columns, [_build_rule_row(rule) for rule in answer.rules],
                       "There would be no rules: nothing would be traced unless somebody asks.")  # fmt: skip
     return div(".notice.wide", role="status")[
-        p["The rules are right, and are about so many jobs that run now. Nothing is saved yet."], table.alone()
+        p["The rules are right, and are about so many jobs that run now. Nothing is saved yet."], table.render_static()
     ]
 
 
@@ -524,17 +531,17 @@ match = {job = "llm-*", "label.team" = "ranking"}
 set = {division = "ads", product = "feed"}
 """
 _SINCE = "90d"  # of which time it is said what a change moves
-_NOBODYS = Address("/attribution", "").changed(
+_UNATTRIBUTED_PAGE = PageUrl("/attribution", "").changed(
     {"by": "division,job", "at": json.dumps([UNATTRIBUTED]), "since": _SINCE}
 )
-_OWNERS_RULES = (
+_OWNER_RULE_COLUMNS = (
     PageColumn("number", "Rule", "count", "the first that matches and says something of a dimension counts"),
     PageColumn("match", "Jobs", hint="all of it has to match what the job says itself"),
     PageColumn("set", "Are of"),
     PageColumn("first", "From", unknown="always"),
     PageColumn("until", "Until", unknown="it holds on"),
 )
-_MOVES = (
+_MOVE_COLUMNS = (
     PageColumn("dimension", "Dimension"),
     PageColumn("before", "Is of"),
     PageColumn("after", "Would be of"),
@@ -554,7 +561,7 @@ class OwnersView:
     held_ms: int
 
 
-async def compute_owners(visit: Visit) -> OwnersView:
+async def compute_owners(visit: PageRequest) -> OwnersView:
     """Ask for the rules, their versions, and how much time is nobody's.
 
     Raises:
@@ -564,12 +571,12 @@ async def compute_owners(visit: Visit) -> OwnersView:
     document = await visit.answer(DocumentAnswer, OWNERS_ROUTE, query={"version": version} if version else {})
     versions = await visit.answer(DocumentHistoryAnswer, f"{OWNERS_ROUTE}/history")
     try:
-        rules = rules_of(document.text)
+        rules = parse_rules(document.text)
     except InputError as error:
-        raise RequestError(500, f"the rules that are kept are none: {error}", slug=error.slug) from error
-    parts = (await ask(visit, "attribution", by="division", since=_SINCE, until="", top="100")).tables["rows"]
-    of = {row["values"][0]: row["busy_ms"] + row["idle_ms"] for row in parts if row["values"]}
-    return OwnersView(document, rules, versions, of.get(UNATTRIBUTED, 0), sum(of.values()))
+        raise HttpError(500, f"the rules that are kept are none: {error}", slug=error.slug) from error
+    parts = (await fetch_answer(visit, "attribution", by="division", since=_SINCE, until="", top="100")).tables["rows"]
+    held_by_division = {row["values"][0]: row["busy_ms"] + row["idle_ms"] for row in parts if row["values"]}
+    return OwnersView(document, rules, versions, held_by_division.get(UNATTRIBUTED, 0), sum(held_by_division.values()))
 
 
 def build_owners_content(view: OwnersView) -> PageContent:
@@ -588,48 +595,50 @@ def build_owners_content(view: OwnersView) -> PageContent:
         div(".command")[code[OWNERS_EXAMPLE.splitlines()[1]], code[OWNERS_EXAMPLE.splitlines()[2]]],
     ]
     sections = [
-        ContentSection("rules", "Rules", PageTable("rules", "Rules", _OWNERS_RULES, rows, empty), "the first counts"),
-        versions_section("/owners", view.versions),
+        ContentSection(
+            "rules", "Rules", PageTable("rules", "Rules", _OWNER_RULE_COLUMNS, rows, empty), "the first counts"
+        ),
+        build_versions_section("/owners", view.versions),
     ]
-    heading = f"{units.count_of(len(rows), 'rule')} say whose jobs are"
+    heading = f"{units.format_quantity(len(rows), 'rule')} say whose jobs are"
     if len(rows) == 1:
         heading = "1 rule says whose jobs are"
-    share = units.share(view.unattributed_ms, view.held_ms)
+    share = units.format_share(view.unattributed_ms, view.held_ms)
     numbers = [
-        KeyNumber("Rules", units.count(len(rows)), f"version {view.document.version}" if rows else "none was written"),
-        KeyNumber("Nobody's", share, "of the device time that jobs held, last 90 days",
-                  "warn" if view.unattributed_ms else "", _NOBODYS),
+        KeyFigure("Rules", units.format_count(len(rows)), f"version {view.document.version}" if rows else "none was written"),
+        KeyFigure("Nobody's", share, "of the device time that jobs held, last 90 days",
+                  "warn" if view.unattributed_ms else "", _UNATTRIBUTED_PAGE),
     ]  # fmt: skip
     lead = (
-        older_version("/owners", view.document, view.versions)
+        describe_older_version("/owners", view.document, view.versions)
         or "They are applied when somebody asks: a rule that is put right puts the past right."
     )
     return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
 
 
-def build_owners_controls(visit: Visit, view: OwnersView) -> Node:
+def build_owners_controls(visit: PageRequest, view: OwnersView) -> Node:
     """The form by which rules are changed."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the rules."]
-    about = (
+    hint = (
         "match: job, scheduler, user, model, product, division, application, framework or label.NAME, with * and ?. "
         "set: division, product, application, model, user, framework. from, until: days in UTC."
     )
-    return document_form(visit, "Change the rules", "owners.toml", view.document.text or OWNERS_EXAMPLE, about)
+    return build_document_form(visit, "Change the rules", "owners.toml", view.document.text or OWNERS_EXAMPLE, hint)
 
 
-async def handle_owners_action(visit: Visit) -> str | Node:
+async def handle_owners_action(visit: PageRequest) -> str | Node:
     """Say what the rules of the form would change, or save them.
 
     Raises:
         RequestError: `bad-owners`, `not-allowed`.
     """
     saves = visit.field("do") == "save"
-    body = {"text": written_text(visit), "dry_run": not saves, "since": _SINCE}
+    body = {"text": get_submitted_text(visit), "dry_run": not saves, "since": _SINCE}
     change = await visit.answer(OwnersChangeAnswer, OWNERS_ROUTE, method="POST", body=body)
     if saves:
         return f"/owners?saved={change.version}"
-    since = ["From ", instant(change.since_ns), " on, "]
+    since = ["From ", render_time(change.since_ns), " on, "]
     if not change.moves:
         return div(".notice", role="status")[p[since, "nothing would be another's. Nothing is saved yet."]]
     rows: list[PageRow] = [
@@ -638,7 +647,8 @@ async def handle_owners_action(visit: Visit) -> str | Node:
         for move in change.moves
     ]  # fmt: skip
     return div(".notice.wide", role="status")[
-        p[since, "this would move. Nothing is saved yet."], PageTable("moves", "What would move", _MOVES, rows).alone()
+        p[since, "this would move. Nothing is saved yet."],
+        PageTable("moves", "What would move", _MOVE_COLUMNS, rows).render_static(),
     ]
 
 
@@ -656,7 +666,7 @@ co2_g_per_kwh = 350
 "NVIDIA H100 80GB HBM3" = 2.60
 default = 2.00
 """
-_HOURS = PageColumn("hours", "Device hours", "number", "of devices that hosts told of, last 90 days")
+_HOURS_COLUMN = PageColumn("hours", "Device hours", "number", "of devices that hosts told of, last 90 days")
 
 
 @dataclass(frozen=True)
@@ -670,7 +680,7 @@ class PricesView:
     whole: Mapping[str, Any] | None
 
 
-async def compute_prices(visit: Visit) -> PricesView:
+async def compute_prices(visit: PageRequest) -> PricesView:
     """Ask for the prices, their versions, and the time that they are of.
 
     Raises:
@@ -680,23 +690,25 @@ async def compute_prices(visit: Visit) -> PricesView:
     document = await visit.answer(DocumentAnswer, PRICES_ROUTE, query={"version": version} if version else {})
     versions = await visit.answer(DocumentHistoryAnswer, f"{PRICES_ROUTE}/history")
     try:
-        prices = prices_of(document.text) if document.version else None
+        prices = parse_prices(document.text) if document.version else None
     except InputError as error:
-        raise RequestError(500, f"the prices that are kept are none: {error}", slug=error.slug) from error
-    rows = (await ask(visit, "attribution", by="device_model", since=_SINCE, until="", top="100")).tables["rows"]
+        raise HttpError(500, f"the prices that are kept are none: {error}", slug=error.slug) from error
+    rows = (await fetch_answer(visit, "attribution", by="device_model", since=_SINCE, until="", top="100")).tables[
+        "rows"
+    ]
     parts = [row for row in rows if row["values"]]
     return PricesView(document, prices, versions, parts, next((row for row in rows if not row["values"]), None))
 
 
 def build_prices_content(view: PricesView) -> PageContent:
     """What is shown of them."""
-    prices, whole = view.prices, view.whole
-    older = older_version("/prices", view.document, view.versions)
-    since = Address("/prices", f"since={_SINCE}")
+    prices, total_row = view.prices, view.whole
+    older = describe_older_version("/prices", view.document, view.versions)
+    since = PageUrl("/prices", f"since={_SINCE}")
     columns = [
-        PageColumn("model", "Device", link=lambda row: to_page(
+        PageColumn("model", "Device", link=lambda row: build_page_url(
             "/attribution", since, by="job", device_model=str(row["model"])
-        )), _HOURS,
+        )), _HOURS_COLUMN,
         PageColumn("hour", "An hour", "number", "of one device; `default` where its model has no price",
                    "it has no price"),
     ]  # fmt: skip
@@ -717,62 +729,71 @@ def build_prices_content(view: PricesView) -> PageContent:
     note = "last 90 days" if prices is None else f"last 90 days, in {prices.currency}"
     sections = [
         ContentSection("devices", "Devices", PageTable("devices", "What devices cost", columns, rows, empty), note),
-        versions_section("/prices", view.versions),
+        build_versions_section("/prices", view.versions),
     ]  # fmt: skip
     if prices is None:
         lead: Node = ["No prices are set, so cost is not known. Set them as in ", code["prices.toml"], " below."]
         return PageContent("Nothing has a price yet", sections, above=[("Device time", "/attribution")], lead=lead)
-    kwh = "in the price of the hour" if prices.per_kwh is None else f"{units.number(prices.per_kwh)} {prices.currency}"
-    numbers = [KeyNumber("A kilowatt hour", kwh)]
+    kwh = (
+        "in the price of the hour"
+        if prices.per_kwh is None
+        else f"{units.format_number(prices.per_kwh)} {prices.currency}"
+    )
+    numbers = [KeyFigure("A kilowatt hour", kwh)]
     if prices.co2_g_per_kwh is not None:
-        numbers.append(KeyNumber("CO₂", f"{units.number(prices.co2_g_per_kwh)} g", "of a kilowatt hour"))
+        numbers.append(KeyFigure("CO₂", f"{units.format_number(prices.co2_g_per_kwh)} g", "of a kilowatt hour"))
     heading = f"Prices in {prices.currency}"
-    if older is None and whole is not None and whole["device_ms"]:
-        priced = units.share(whole["cost_known_ms"], whole["device_ms"])
-        where = Address("/attribution", "").changed({"by": "device_model", "since": _SINCE})
-        grade = "" if whole["cost_known_ms"] == whole["device_ms"] else "warn"
-        numbers.append(KeyNumber("Priced", priced, "of device time, last 90 days", grade, where))
-        if whole["cost"] is not None:
-            heading = f"{units.number(whole['cost'])} {prices.currency} in the last 90 days"
+    if older is None and total_row is not None and total_row["device_ms"]:
+        priced = units.format_share(total_row["cost_known_ms"], total_row["device_ms"])
+        attribution_url = PageUrl("/attribution", "").changed({"by": "device_model", "since": _SINCE})
+        grade = "" if total_row["cost_known_ms"] == total_row["device_ms"] else "warn"
+        numbers.append(KeyFigure("Priced", priced, "of device time, last 90 days", grade, attribution_url))
+        if total_row["cost"] is not None:
+            heading = f"{units.format_number(total_row['cost'])} {prices.currency} in the last 90 days"
     lead = older or "Prices are applied when somebody asks: prices that are put right put the past right."
     return PageContent(heading, sections, numbers=numbers, lead=lead, above=[("Device time", "/attribution")])
 
 
-def build_prices_controls(visit: Visit, view: PricesView) -> Node:
+def build_prices_controls(visit: PageRequest, view: PricesView) -> Node:
     """The form by which prices are changed."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the prices."]
-    about = (
+    hint = (
         "currency; device_hour: an hour of each model of device, default: of all others; per_kwh: where energy is paid "
         "beside the hour; co2_g_per_kwh: grams of CO₂."
     )
-    return document_form(visit, "Change the prices", "prices.toml", view.document.text or PRICES_EXAMPLE, about)
+    return build_document_form(visit, "Change the prices", "prices.toml", view.document.text or PRICES_EXAMPLE, hint)
 
 
-async def handle_prices_action(visit: Visit) -> str | Node:
+async def handle_prices_action(visit: PageRequest) -> str | Node:
     """Say what the prices of the form would change, or save them.
 
     Raises:
         RequestError: `bad-prices`, `not-allowed`.
     """
     saves = visit.field("do") == "save"
-    body = {"text": written_text(visit), "dry_run": not saves, "since": _SINCE}
+    body = {"text": get_submitted_text(visit), "dry_run": not saves, "since": _SINCE}
     change = await visit.answer(PricesChangeAnswer, PRICES_ROUTE, method="POST", body=body)
     if saves:
         return f"/prices?saved={change.version}"
     columns = (
-        PageColumn("model", "Device"), _HOURS,
+        PageColumn("model", "Device"), _HOURS_COLUMN,
         PageColumn("before", " ".join(("Cost now", change.currency_before or "")), "number", unknown="it has no price"),
         PageColumn("after", f"Cost then {change.currency_after}", "number", unknown="it would have no price"),
     )  # fmt: skip
     rows: list[PageRow] = [
-        {"model": of.device_model, "hours": of.device_ms / 3.6e6, "before": of.before, "after": of.after}
-        for of in change.costs
+        {
+            "model": model_cost.device_model,
+            "hours": model_cost.device_ms / 3.6e6,
+            "before": model_cost.before,
+            "after": model_cost.after,
+        }
+        for model_cost in change.costs
     ]
     table = PageTable("costs", "What would cost how much", columns, rows, "No device time is known since then.")
     return div(".notice.wide", role="status")[
-        p["From ", instant(change.since_ns), " on, this would be the cost. Nothing is saved yet."],
-        table.alone(),
+        p["From ", render_time(change.since_ns), " on, this would be the cost. Nothing is saved yet."],
+        table.render_static(),
     ]
 
 

@@ -10,27 +10,38 @@ from htpy import input as input_
 
 from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
 from traceloom.fleet.handlers.now import CaptureFactsAnswer, FindingsAnswer, FleetFinding
-from traceloom.fleet.portal.page import ContentSection, KeyNumber, Page, PageContent, to_capture, to_host, to_job
-from traceloom.fleet.portal.page_request import Visit
-from traceloom.fleet.portal.pages.job import findings_table
-from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, instant
+from traceloom.fleet.portal.page import (
+    ContentSection,
+    KeyFigure,
+    Page,
+    PageContent,
+    build_capture_url,
+    build_host_url,
+    build_job_url,
+)
+from traceloom.fleet.portal.page_request import PageRequest
+from traceloom.fleet.portal.pages.job import build_findings_table
+from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, render_time
 from traceloom.system import units
 
 FILE_COLUMNS = (
     PageColumn(
-        "name", "File", "name", link=lambda row: f"{to_capture(str(row['capture']))}/files/{quote(str(row['name']))}"
+        "name",
+        "File",
+        "name",
+        link=lambda row: f"{build_capture_url(str(row['capture']))}/files/{quote(str(row['name']))}",
     ),
     PageColumn("bytes", "Size", "bytes"),
 )
-BESIDE_COLUMNS = (
-    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+TELEMETRY_COLUMNS = (
+    PageColumn("host", "Host", link=lambda row: build_host_url(str(row["host"]))),
     PageColumn("devices", "Devices", "count"),
     PageColumn("busy", "Busy", "share", "share of the device time that the job held"),
     PageColumn("busy_ns", "Busy time", "time", "of all its devices together"),
     PageColumn("power_w", "Power, W", "number", "of a device that the job held", "no device measures it"),
     PageColumn("flop_rate", "FLOP/s", "flop_rate", "of a device that the job held, at least", "they are not measured"),
 )
-_MOST_OTHERS = 30
+_MAX_OTHERS = 30
 
 
 @dataclass(frozen=True)
@@ -43,34 +54,43 @@ class CaptureView:
     others: list[CaptureAnswer]  # that it may be held against: of its job first, the newest first
 
 
-async def compute_capture(visit: Visit) -> CaptureView:
+async def compute_capture(visit: PageRequest) -> CaptureView:
     """Ask the routes."""
     name = visit.names["id"]
     capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
     if not any(task.state == "committed" for task in capture.tasks):  # the tables do not have it yet
         return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [], [])
     facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
-    found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
-    of_job = {"job": capture.job, "most": str(_MOST_OTHERS)}
-    others: dict[str, CaptureAnswer] = {}
-    for query in ([of_job] if capture.job else []) + [{"most": str(_MOST_OTHERS)}]:
+    findings_answer = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
+    job_query = {"job": capture.job, "most": str(_MAX_OTHERS)}
+    other_captures: dict[str, CaptureAnswer] = {}
+    for query in ([job_query] if capture.job else []) + [{"most": str(_MAX_OTHERS)}]:
         last = (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
-        others |= {of.id: of for of in last if of.state == "committed" and of.id not in {name, *others}}
-    return CaptureView(capture, facts, found.findings, list(others.values())[:_MOST_OTHERS])
+        other_captures |= {
+            candidate.id: candidate
+            for candidate in last
+            if candidate.state == "committed" and candidate.id not in {name, *other_captures}
+        }
+    return CaptureView(capture, facts, findings_answer.findings, list(other_captures.values())[:_MAX_OTHERS])
 
 
 def build_capture_content(view: CaptureView) -> PageContent:
     """What is shown of it."""
     capture, facts = view.capture, view.of_tables.facts
     is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
-    sections = [ContentSection("report", "Report", _report(view) if is_analysed else _waits(capture))]
+    sections = [
+        ContentSection("report", "Report", _build_report_frame(view) if is_analysed else _build_waiting_notice(capture))
+    ]
     if facts is not None:
         sections.append(
-            ContentSection("findings", "What to fix first", findings_table(view.findings, with_capture=False))
+            ContentSection("findings", "What to fix first", build_findings_table(view.findings, show_capture=False))
         )
         sections.append(
             ContentSection(
-                "beside", "Measured meanwhile", _beside(view), "By the agents, in the minutes of the capture."
+                "beside",
+                "Measured meanwhile",
+                _build_telemetry_table(view),
+                "By the agents, in the minutes of the capture.",
             )
         )
     files: list[PageRow] = [
@@ -81,52 +101,54 @@ def build_capture_content(view: CaptureView) -> PageContent:
         capture.id,
         sections,
         above=[("Captures", "/captures")],
-        numbers=_numbers(view),
+        numbers=_build_key_figures(view),
         lead=[
-            a(href=to_job(capture.job))[capture.job] if capture.job else "of no job that is known",
+            a(href=build_job_url(capture.job))[capture.job] if capture.job else "of no job that is known",
             ", received ",
-            instant(capture.received_ns),
+            render_time(capture.received_ns),
             f" from {capture.uploader}",
         ],
         ended=capture.state in {"committed", "quarantined"},
     )
 
 
-def _numbers(view: CaptureView) -> list[KeyNumber]:
+def _build_key_figures(view: CaptureView) -> list[KeyFigure]:
     facts, capture = view.of_tables.facts, view.capture
     if facts is None:
         return [
-            KeyNumber(
+            KeyFigure(
                 "State",
                 capture.state or "incomplete",
                 "of its analysis",
                 "bad" if capture.state == "quarantined" else "",
             ),
-            KeyNumber("Size", units.size(capture.bytes), units.count_of(len(capture.files), "file")),
+            KeyFigure("Size", units.format_size(capture.bytes), units.format_quantity(len(capture.files), "file")),
         ]
-    hosts = f"on {units.count_of(facts.hosts, 'host')}" if facts.hosts else "no file names its host"
+    hosts = f"on {units.format_quantity(facts.hosts, 'host')}" if facts.hosts else "no file names its host"
     numbers = [
-        KeyNumber("Ranks", units.count(facts.ranks), hosts),
-        KeyNumber("Window", units.duration(facts.window_ns), fragment["from ", instant(facts.start_ns)]),
+        KeyFigure("Ranks", units.format_count(facts.ranks), hosts),
+        KeyFigure("Window", units.format_duration(facts.window_ns), fragment["from ", render_time(facts.start_ns)]),
     ]
     if facts.step_ns is not None:
-        numbers.append(KeyNumber("Step", units.duration(facts.step_ns), "median of whole steps"))
+        numbers.append(KeyFigure("Step", units.format_duration(facts.step_ns), "median of whole steps"))
     if facts.roofline_fraction is not None:
-        numbers.append(KeyNumber("Roofline", units.share(facts.roofline_fraction, 1.0), "that steps reach, mean"))
+        numbers.append(
+            KeyFigure("Roofline", units.format_share(facts.roofline_fraction, 1.0), "that steps reach, mean")
+        )
     if facts.mfu is not None:
-        numbers.append(KeyNumber("MFU", units.share(facts.mfu, 1.0), "mean over the ranks"))
-    about = f"PyTorch {facts.torch}" if facts.torch else "the version of PyTorch is not known"
-    return [*numbers, KeyNumber("Device", facts.device_model or "–", about)]
+        numbers.append(KeyFigure("MFU", units.format_share(facts.mfu, 1.0), "mean over the ranks"))
+    torch_note = f"PyTorch {facts.torch}" if facts.torch else "the version of PyTorch is not known"
+    return [*numbers, KeyFigure("Device", facts.device_model or "–", torch_note)]
 
 
-def _report(view: CaptureView) -> Node:
+def _build_report_frame(view: CaptureView) -> Node:
     """The report, which is of a stranger's trace: in a frame that has no part in this page, and reaches nothing."""
     capture = view.capture
-    where = f"{to_capture(capture.id)}/report"
+    report_url = f"{build_capture_url(capture.id)}/report"
     return fragment[
         div(".buttons.above")[
-            a(".button", href=where)["Open it alone"],
-            a(".button", href=f"{to_capture(capture.id)}/timeline", title="open it at ui.perfetto.dev")[
+            a(".button", href=report_url)["Open it alone"],
+            a(".button", href=f"{build_capture_url(capture.id)}/timeline", title="open it at ui.perfetto.dev")[
                 "Timeline for Perfetto"
             ],
             form(method="get", action="/compare")[
@@ -140,7 +162,7 @@ def _report(view: CaptureView) -> Node:
         ],
         iframe(
             ".report",
-            src=where,
+            src=report_url,
             title=f"Report of {capture.id}",
             sandbox="allow-scripts allow-downloads",
             loading="lazy",
@@ -148,7 +170,7 @@ def _report(view: CaptureView) -> Node:
     ]
 
 
-def _waits(capture: CaptureAnswer) -> Node:
+def _build_waiting_notice(capture: CaptureAnswer) -> Node:
     if capture.state == "quarantined":
         return div(".notice.bad")[
             p["It could not be analysed: ", capture.tasks[-1].error],
@@ -159,7 +181,7 @@ def _waits(capture: CaptureAnswer) -> Node:
     return p["It is being analysed; its report follows here."]
 
 
-def _beside(view: CaptureView) -> PageTable:
+def _build_telemetry_table(view: CaptureView) -> PageTable:
     rows: list[PageRow] = []
     for host in view.of_tables.beside:
         held_ms = host.busy_ms + host.idle_ms
@@ -178,7 +200,7 @@ def _beside(view: CaptureView) -> PageTable:
         code["traceloom agent run --server URL"],
         ".",
     ]
-    return PageTable("beside", "What agents measured meanwhile", BESIDE_COLUMNS, rows, empty)
+    return PageTable("beside", "What agents measured meanwhile", TELEMETRY_COLUMNS, rows, empty)
 
 
 CAPTURE_PAGE = Page(

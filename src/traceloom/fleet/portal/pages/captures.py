@@ -5,26 +5,34 @@ from __future__ import annotations
 from htpy import Node, a, fragment, p
 
 from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
-from traceloom.fleet.portal.page import ContentSection, KeyNumber, Page, PageContent, command, to_capture, to_job
-from traceloom.fleet.portal.page_request import Visit
+from traceloom.fleet.portal.page import (
+    ContentSection,
+    KeyFigure,
+    Page,
+    PageContent,
+    build_capture_url,
+    build_command,
+    build_job_url,
+)
+from traceloom.fleet.portal.page_request import PageRequest
 from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable
 from traceloom.system import units
 
-COLUMNS = (
-    PageColumn("id", "Capture", link=lambda row: to_capture(str(row["id"]))),
+CAPTURE_COLUMNS = (
+    PageColumn("id", "Capture", link=lambda row: build_capture_url(str(row["id"]))),
     PageColumn("received_ns", "Received", "instant"),
-    PageColumn("job", "Job", "name", unknown="nothing says which", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("job", "Job", "name", unknown="nothing says which", link=lambda row: build_job_url(str(row["job"]))),
     PageColumn("state", "State", "state", "how far its analysis is", "its files are not all there"),
     PageColumn("uploader", "By"),
     PageColumn("files", "Files", "count"),
     PageColumn("bytes", "Size", "bytes"),
     PageColumn("error", "Why not", unknown="there is nothing to say of it"),
 )
-_MOST = 1000
+_MAX_CAPTURES = 1000
 
 
-def table(captures: list[CaptureAnswer], empty: Node, *, of_job: bool = False) -> PageTable:
-    """The table of captures; `of_job`: all are of one, which need not be named."""
+def build_captures_table(captures: list[CaptureAnswer], empty: Node, *, single_job: bool = False) -> PageTable:
+    """The table of captures; `single_job`: all are of one, which need not be named."""
     rows: list[PageRow] = [
         {
             "id": capture.id,
@@ -38,14 +46,14 @@ def table(captures: list[CaptureAnswer], empty: Node, *, of_job: bool = False) -
         }
         for capture in captures
     ]
-    columns = [column for column in COLUMNS if not (of_job and column.key == "job")]
+    columns = [column for column in CAPTURE_COLUMNS if not (single_job and column.key == "job")]
     return PageTable("captures", "Captures", columns, rows, empty)
 
 
-async def compute_captures(visit: Visit) -> list[CaptureAnswer]:
+async def compute_captures(visit: PageRequest) -> list[CaptureAnswer]:
     """Captures received before an instant that the address names, or the last ones."""
     before = visit.address.query.get("before", "0")
-    query = {"most": str(_MOST), "before_ns": before}
+    query = {"most": str(_MAX_CAPTURES), "before_ns": before}
     return (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
 
 
@@ -53,31 +61,37 @@ def build_captures_content(captures: list[CaptureAnswer]) -> PageContent:
     """What is shown of them."""
     empty = fragment[
         p["Nothing is kept yet. ", a(href="/jobs")["Ask for a trace of a job"], ", or upload what was recorded:"],
-        command("traceloom upload run --job JOB"),
+        build_command("traceloom upload run --job JOB"),
     ]
     states = [capture.state for capture in captures]
     quarantined = states.count("quarantined")
     numbers = [
-        KeyNumber("Captures", units.count(len(captures)), "the last ones" if len(captures) == _MOST else "in all"),
-        KeyNumber(
+        KeyFigure(
+            "Captures",
+            units.format_count(len(captures)),
+            "the last ones" if len(captures) == _MAX_CAPTURES else "in all",
+        ),
+        KeyFigure(
             "Analysed",
-            units.count(states.count("committed")),
+            units.format_count(states.count("committed")),
             "all tables hold them",
             leads="/captures?captures.q=committed",
         ),
-        KeyNumber(
+        KeyFigure(
             "Not analysable",
-            units.count(quarantined),
+            units.format_count(quarantined),
             "in quarantine",
             "bad" if quarantined else "",
             "/captures?captures.q=quarantined",
         ),
-        KeyNumber("Size", units.size(sum(capture.bytes for capture in captures)), "of their files"),
+        KeyFigure("Size", units.format_size(sum(capture.bytes for capture in captures)), "of their files"),
     ]
     older = (
-        p[a(href=f"/captures?before={captures[-1].received_ns}")["Older captures"]] if len(captures) == _MOST else None
+        p[a(href=f"/captures?before={captures[-1].received_ns}")["Older captures"]]
+        if len(captures) == _MAX_CAPTURES
+        else None
     )
-    sections = [ContentSection("captures", "Newest first", table(captures, empty))]
+    sections = [ContentSection("captures", "Newest first", build_captures_table(captures, empty))]
     if older:
         sections.append(ContentSection("older", "Before them", older))
     return PageContent("Captures", sections, numbers=numbers if captures else ())

@@ -9,57 +9,59 @@ from typing import get_args
 import msgspec
 from htpy import Node, a, button, code, div, form, fragment, li, ol, p, span
 
-from traceloom.agent.traces.requests import ProfilerName, Wanted
+from traceloom.agent.traces.requests import ProfilerName, TraceSpec
 from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
 from traceloom.fleet.handlers.hosts import FleetRequestAnswer, FleetRequestsAnswer, RequestBody
-from traceloom.fleet.handlers.now import FindingsAnswer, FleetFinding, JobDetailAnswer, UsageAnswer, UsageOfTime
+from traceloom.fleet.handlers.now import FindingsAnswer, FleetFinding, JobDetailAnswer, UsageAnswer, UsagePeriod
 from traceloom.fleet.portal.page import (
     ContentSection,
-    KeyNumber,
+    KeyFigure,
     Page,
     PageContent,
-    choices,
-    command,
-    folded,
-    number_of,
-    ranks_of,
-    sure,
-    text_field,
-    to_capture,
-    to_host,
-    to_job,
-    to_request,
+    build_capture_url,
+    build_choices,
+    build_command,
+    build_confirm_button,
+    build_fold_out,
+    build_host_url,
+    build_job_url,
+    build_request_url,
+    build_text_field,
+    parse_positive_number,
+    parse_ranks,
 )
-from traceloom.fleet.portal.page_request import Visit
+from traceloom.fleet.portal.page_request import PageRequest
 from traceloom.fleet.portal.pages import captures, overview
-from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, declared, instant, state_mark
-from traceloom.fleet.service.request_plan import FLEET_ENDED, FleetState
+from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, convert_column, render_state, render_time
+from traceloom.fleet.service.request_plan import ENDED_FLEET_STATES, FleetState
 from traceloom.fleet.service.requests import Choice
 from traceloom.fleet.store.schema import SCHEMAS
-from traceloom.server.problem import wrong_request
+from traceloom.server.problem import make_bad_request
 from traceloom.system import units
 
-COLUMNS = (
-    PageColumn("asked_ns", "Asked", "instant", link=lambda row: to_request(str(row["id"]))),
+REQUEST_COLUMNS = (
+    PageColumn("asked_ns", "Asked", "instant", link=lambda row: build_request_url(str(row["id"]))),
     PageColumn("state", "State", "state"),
-    PageColumn("job", "Job", "name", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("job", "Job", "name", link=lambda row: build_job_url(str(row["job"]))),
     PageColumn("who", "By"),
     PageColumn("what", "What"),
     PageColumn("hosts", "Hosts", "count"),
-    PageColumn("capture", "Capture", unknown="there is none yet", link=lambda row: to_capture(str(row["capture"]))),
+    PageColumn(
+        "capture", "Capture", unknown="there is none yet", link=lambda row: build_capture_url(str(row["capture"]))
+    ),
     PageColumn("detail", "Why", unknown="there is nothing to say of it"),
 )
 
 
-def length_of(request: FleetRequestAnswer) -> str:
+def describe_length(request: FleetRequestAnswer) -> str:
     """How long is traced, in words."""
     if request.wanted.steps is not None:
-        return units.count_of(request.wanted.steps, "step")
-    return units.duration(int((request.wanted.duration_s or 0.0) * 1e9))
+        return units.format_quantity(request.wanted.steps, "step")
+    return units.format_duration(int((request.wanted.duration_s or 0.0) * 1e9))
 
 
-def table(requests: list[FleetRequestAnswer], *, of_job: bool = False) -> PageTable:
-    """The table of requests, newest first; `of_job`: all are of one, which need not be named."""
+def build_requests_table(requests: list[FleetRequestAnswer], *, single_job: bool = False) -> PageTable:
+    """The table of requests, newest first; `single_job`: all are of one, which need not be named."""
     rows: list[PageRow] = [
         {
             "id": request.id,
@@ -67,26 +69,26 @@ def table(requests: list[FleetRequestAnswer], *, of_job: bool = False) -> PageTa
             "state": request.state,
             "job": request.wanted.job,
             "who": request.who,
-            "what": f"{length_of(request)}, {', '.join(request.wanted.profilers)}",
+            "what": f"{describe_length(request)}, {', '.join(request.wanted.profilers)}",
             "hosts": len(request.hosts),
             "capture": request.capture,
             "detail": request.detail,
         }
         for request in requests
     ]
-    columns = [column for column in COLUMNS if not (of_job and column.key == "job")]
+    columns = [column for column in REQUEST_COLUMNS if not (single_job and column.key == "job")]
     empty = fragment[
         p[
             "No trace was asked for yet. ",
             a(href="/jobs")["Choose a job"],
             " and ask for one on its page, or in a terminal:",
         ],
-        command("traceloom trace --server URL --job JOB --steps 3"),
+        build_command("traceloom trace --server URL --job JOB --steps 3"),
     ]
     return PageTable("requests", "Traces that were asked for", columns, rows, empty)
 
 
-async def compute_requests(visit: Visit) -> list[FleetRequestAnswer]:
+async def compute_requests(visit: PageRequest) -> list[FleetRequestAnswer]:
     """Requests, newest first."""
     return (await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})).requests
 
@@ -94,33 +96,33 @@ async def compute_requests(visit: Visit) -> list[FleetRequestAnswer]:
 def build_requests_content(requests: list[FleetRequestAnswer]) -> PageContent:
     """What is shown of them."""
     states = [request.state for request in requests]
-    running = sum(state not in FLEET_ENDED for state in states)
+    running = sum(state not in ENDED_FLEET_STATES for state in states)
     numbers = [
-        KeyNumber("Being taken", units.count(running), "have not ended"),
-        KeyNumber("Done", units.count(states.count("done")), "whole", leads=_only("done")),
-        KeyNumber(
+        KeyFigure("Being taken", units.format_count(running), "have not ended"),
+        KeyFigure("Done", units.format_count(states.count("done")), "whole", leads=_build_state_url("done")),
+        KeyFigure(
             "Partial",
-            units.count(states.count("partial")),
+            units.format_count(states.count("partial")),
             "something of a host is missing",
             "warn" if "partial" in states else "",
-            _only("partial"),
+            _build_state_url("partial"),
         ),
-        KeyNumber(
+        KeyFigure(
             "Failed",
-            units.count(states.count("failed")),
+            units.format_count(states.count("failed")),
             "gave nothing",
             "bad" if "failed" in states else "",
-            _only("failed"),
+            _build_state_url("failed"),
         ),
     ]
     return PageContent(
         "Requests",
-        [ContentSection("requests", "Traces asked for", table(requests))],
+        [ContentSection("requests", "Traces asked for", build_requests_table(requests))],
         numbers=numbers if requests else (),
     )
 
 
-def _only(state: str) -> str:
+def _build_state_url(state: str) -> str:
     return f"/requests?requests.q={state}"
 
 
@@ -134,7 +136,7 @@ REQUESTS_PAGE = Page(
     menu="Traces",
 )
 
-PROFILERS: tuple[tuple[ProfilerName, str], ...] = (
+PROFILER_CHOICES: tuple[tuple[ProfilerName, str], ...] = (
     ("timeline", "Timeline: operators and GPU work"),
     ("telemetry", "Telemetry of devices and host"),
     ("stacks", "Stacks of the CPU"),
@@ -143,21 +145,26 @@ PROFILERS: tuple[tuple[ProfilerName, str], ...] = (
     ("allocations", "Allocations"),
     ("memory", "Memory snapshot"),
 )
-DETAILS = (("shapes", "Shapes of inputs"), ("stacks", "Python stacks"), ("flops", "FLOPs"), ("modules", "Modules"))
-assert {name for name, _ in PROFILERS} == set(get_args(ProfilerName))
+DETAIL_CHOICES = (
+    ("shapes", "Shapes of inputs"),
+    ("stacks", "Python stacks"),
+    ("flops", "FLOPs"),
+    ("modules", "Modules"),
+)
+assert {name for name, _ in PROFILER_CHOICES} == set(get_args(ProfilerName))
 
 _FINDINGS = SCHEMAS["findings"].columns
 FINDING_COLUMNS = (
-    declared("slug", _FINDINGS["slug"], lambda row: f"https://traceloom.readthedocs.io/findings/{row['slug']}/"),
-    declared("saving_fraction", _FINDINGS["saving_fraction"]),
-    declared("saving_ns", _FINDINGS["saving_ns"]),
-    declared("confidence", _FINDINGS["confidence"]),
-    declared("rank", _FINDINGS["rank"]),
-    declared("capture", _FINDINGS["capture"], lambda row: to_capture(str(row["capture"]))),
+    convert_column("slug", _FINDINGS["slug"], lambda row: f"https://traceloom.readthedocs.io/findings/{row['slug']}/"),
+    convert_column("saving_fraction", _FINDINGS["saving_fraction"]),
+    convert_column("saving_ns", _FINDINGS["saving_ns"]),
+    convert_column("confidence", _FINDINGS["confidence"]),
+    convert_column("rank", _FINDINGS["rank"]),
+    convert_column("capture", _FINDINGS["capture"], lambda row: build_capture_url(str(row["capture"]))),
 )
 PROCESS_COLUMNS = (
     PageColumn("rank", "Rank", "count", unknown="nothing says it"),
-    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+    PageColumn("host", "Host", link=lambda row: build_host_url(str(row["host"]))),
     *(column for column in overview.PROCESS_COLUMNS if column.key not in {"rank", "job", "user"}),
 )
 
@@ -171,22 +178,22 @@ class JobView:
     captures: list[CaptureAnswer]
     findings: list[FleetFinding]
     requests: list[FleetRequestAnswer]
-    usage: list[UsageOfTime]
+    usage: list[UsagePeriod]
 
 
-async def compute_job(visit: Visit) -> JobView:
+async def compute_job(visit: PageRequest) -> JobView:
     """Ask the routes."""
     job = visit.names["job"]
-    asked = await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
-    kept = await visit.answer(CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"})
+    requests_answer = await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
+    captures_answer = await visit.answer(CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"})
     findings = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"job": job})
     used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"job": job, "hours": "6"})
     return JobView(
         job,
         await visit.answer(JobDetailAnswer, "/api/v1/jobs/{job:path}", job=job),
-        kept.captures,
+        captures_answer.captures,
         findings.findings,
-        [request for request in asked.requests if request.wanted.job == job],
+        [request for request in requests_answer.requests if request.wanted.job == job],
         used.usage,
     )
 
@@ -196,18 +203,24 @@ def build_job_content(view: JobView) -> PageContent:
     job = view.detail.job
     no_captures = fragment[
         p["Nothing of this job is kept yet. Ask for a trace while it runs, or upload what was recorded:"],
-        command(f"traceloom upload run --job {shlex.quote(view.name)}"),
+        build_command(f"traceloom upload run --job {shlex.quote(view.name)}"),
     ]
-    processes = [{"host": member.host, **overview.process_row(member.process)} for member in view.detail.processes]
+    processes = [
+        {"host": member.host, **overview.build_process_row(member.process)} for member in view.detail.processes
+    ]
     sections = [
-        ContentSection("findings", "What to fix first", findings_table(view.findings), "Findings of its captures.")
+        ContentSection(
+            "findings", "What to fix first", build_findings_table(view.findings), "Findings of its captures."
+        )
         if view.findings
         else None,
-        ContentSection("captures", "Captures", captures.table(view.captures, no_captures, of_job=True)),
-        ContentSection("requests", "Traces asked for", table(view.requests, of_job=True)) if view.requests else None,
         ContentSection(
-            "usage", "Device time, last 6 h", overview.usage_picture(view.usage, f"Device time of {view.name}")
-        )
+            "captures", "Captures", captures.build_captures_table(view.captures, no_captures, single_job=True)
+        ),
+        ContentSection("requests", "Traces asked for", build_requests_table(view.requests, single_job=True))
+        if view.requests
+        else None,
+        ContentSection("usage", "Device time, last 6 h", overview.draw_usage(view.usage, f"Device time of {view.name}"))
         if view.usage
         else None,
         ContentSection(
@@ -221,13 +234,13 @@ def build_job_content(view: JobView) -> PageContent:
         [part for part in sections if part],
         above=[("Jobs", "/jobs")],
         lead=None if job else "It does not run now, as far as hosts say.",
-        numbers=_numbers(view) if job else (),
+        numbers=_build_key_figures(view) if job else (),
     )
 
 
-def findings_table(findings: list[FleetFinding], *, with_capture: bool = True) -> PageTable:
+def build_findings_table(findings: list[FleetFinding], *, show_capture: bool = True) -> PageTable:
     """Findings, each with what it saves; their names lead to what they mean."""
-    columns = FINDING_COLUMNS if with_capture else FINDING_COLUMNS[:-1]
+    columns = FINDING_COLUMNS if show_capture else FINDING_COLUMNS[:-1]
     return PageTable(
         "findings",
         "Findings",
@@ -237,22 +250,26 @@ def findings_table(findings: list[FleetFinding], *, with_capture: bool = True) -
     )
 
 
-def _numbers(view: JobView) -> list[KeyNumber]:
+def _build_key_figures(view: JobView) -> list[KeyFigure]:
     job = view.detail.job
     assert job is not None
     steps = job.steps_per_second
-    of = f"of {units.count(job.world_size)}" if job.world_size is not None else "the world size is not known"
+    rank_note = (
+        f"of {units.format_count(job.world_size)}" if job.world_size is not None else "the world size is not known"
+    )
     return [
-        KeyNumber("Ranks", units.count(job.ranks), f"{of}, on {units.count_of(len(job.hosts), 'host')}"),
-        KeyNumber("Devices", units.count(job.devices), "that its processes hold"),
-        *([KeyNumber("Hangs", "yes", "it makes no steps any more", "bad", "#processes-part")] if job.hung else []),
-        KeyNumber(
+        KeyFigure(
+            "Ranks", units.format_count(job.ranks), f"{rank_note}, on {units.format_quantity(len(job.hosts), 'host')}"
+        ),
+        KeyFigure("Devices", units.format_count(job.devices), "that its processes hold"),
+        *([KeyFigure("Hangs", "yes", "it makes no steps any more", "bad", "#processes-part")] if job.hung else []),
+        KeyFigure(
             "Steps/s",
-            "–" if steps is None else units.number(steps),
+            "–" if steps is None else units.format_number(steps),
             "nobody measures it" if steps is None else "of its slowest rank",
         ),
-        KeyNumber("User", job.user or "–", job.name if job.name != job.job else job.scheduler),
-        KeyNumber(
+        KeyFigure("User", job.user or "–", job.name if job.name != job.job else job.scheduler),
+        KeyFigure(
             "Traceable",
             "all" if job.traceable == job.processes else f"{job.traceable} of {job.processes}",
             "of its processes are prepared",
@@ -261,32 +278,32 @@ def _numbers(view: JobView) -> list[KeyNumber]:
     ]
 
 
-def build_job_controls(visit: Visit, view: JobView) -> Node:
+def build_job_controls(visit: PageRequest, view: JobView) -> Node:
     """The form by which a trace is asked for; for who may not, what would let them."""
     if view.detail.job is None:
         return None
     if not visit.may("requester"):
-        inside: Node = p(".quiet")[
+        content: Node = p(".quiet")[
             "This needs the role ", code["requester"], "; you are a ", code[visit.token.role], "."
         ]
     elif not view.detail.job.traceable:
-        inside = fragment[
+        content = fragment[
             p["None of its processes is prepared for traces on demand. Start it in a shell that is:"],
-            command('eval "$(traceloom agent env)"'),
+            build_command('eval "$(traceloom agent env)"'),
         ]
     else:
-        inside = _form(visit)
-    return folded("ask", "Ask for a trace", inside, is_open=bool(visit.form))
+        content = _build_request_form(visit)
+    return build_fold_out("ask", "Ask for a trace", content, is_open=bool(visit.form))
 
 
-def _form(visit: Visit) -> Node:
+def _build_request_form(visit: PageRequest) -> Node:
     sent = visit.form
     length = visit.field("by") or "steps"
     return form(method="post")[
         div(".fields")[
             div[
-                choices("by", "How long", [("steps", "Steps"), ("seconds", "Seconds")], [length]),
-                text_field(
+                build_choices("by", "How long", [("steps", "Steps"), ("seconds", "Seconds")], [length]),
+                build_text_field(
                     "length",
                     "That many",
                     "Three whole steps tell most.",
@@ -297,56 +314,58 @@ def _form(visit: Visit) -> Node:
                 ),
             ],
             div[
-                choices(
+                build_choices(
                     "choose",
                     "Which ranks",
                     [("", "All, or these:"), ("slowest-and-median", "The slowest and one in the middle")],
                     [visit.field("choose")],
                 ),
-                text_field(
+                build_text_field(
                     "ranks", "Ranks", "Such as 0, 3, 8-11. Empty: all.", value=visit.field("ranks"), maxlength="2000"
                 ),
             ],
-            choices("profilers", "What is recorded", PROFILERS, sent.get("profilers", ["timeline"]), several=True),
-            choices(
+            build_choices(
+                "profilers", "What is recorded", PROFILER_CHOICES, sent.get("profilers", ["timeline"]), several=True
+            ),
+            build_choices(
                 "details",
                 "In the timeline also",
-                DETAILS,
+                DETAIL_CHOICES,
                 sent.get("details", []),
                 several=True,
-                about="Each slows the job down while it is traced.",
+                hint="Each slows the job down while it is traced.",
             ),
         ],
         div(".buttons")[button(".primary", type="submit")["Trace"]],
     ]
 
 
-async def handle_job_action(visit: Visit) -> str:
+async def handle_job_action(visit: PageRequest) -> str:
     """Ask for the trace; its page comes next.
 
     Raises:
         RequestError: `wrong-request`, `not-allowed`, `no-such-job`.
     """
-    by, length = visit.field("by"), visit.field("length")
-    steps, seconds = (length, "") if by == "steps" else ("", length)
-    wanted = {
+    length_kind, length = visit.field("by"), visit.field("length")
+    steps, seconds = (length, "") if length_kind == "steps" else ("", length)
+    spec_fields = {
         "job": visit.names["job"],
         "profilers": visit.form.get("profilers", []),
-        "ranks": ranks_of(visit.field("ranks")),
-        "steps": number_of(steps, "the number of steps", int),
-        "duration_s": number_of(seconds, "the duration", float),
-        **{name: True for name, _ in DETAILS if name in visit.form.get("details", [])},
+        "ranks": parse_ranks(visit.field("ranks")),
+        "steps": parse_positive_number(steps, "the number of steps", int),
+        "duration_s": parse_positive_number(seconds, "the duration", float),
+        **{name: True for name, _ in DETAIL_CHOICES if name in visit.form.get("details", [])},
     }
-    if not wanted["profilers"]:
-        raise wrong_request("nothing is chosen to be recorded")
+    if not spec_fields["profilers"]:
+        raise make_bad_request("nothing is chosen to be recorded")
     try:
         body = RequestBody(
-            wanted=msgspec.convert(wanted, Wanted), choose=msgspec.convert(visit.field("choose"), Choice)
+            wanted=msgspec.convert(spec_fields, TraceSpec), choose=msgspec.convert(visit.field("choose"), Choice)
         )
     except msgspec.ValidationError as error:
-        raise wrong_request(str(error)) from error
+        raise make_bad_request(str(error)) from error
     request = await visit.answer(FleetRequestAnswer, "/api/v1/requests", method="POST", body=body)
-    return to_request(request.id)
+    return build_request_url(request.id)
 
 
 JOB_PAGE = Page(
@@ -360,8 +379,10 @@ JOB_PAGE = Page(
     live=True,
 )
 
-_WAY: tuple[FleetState, ...] = tuple(state for state in get_args(FleetState) if state not in FLEET_ENDED)
-_SAYS: dict[FleetState, str] = {
+_PROGRESS_STATES: tuple[FleetState, ...] = tuple(
+    state for state in get_args(FleetState) if state not in ENDED_FLEET_STATES
+)
+_STATE_TEXTS: dict[FleetState, str] = {
     "planned": "Its hosts are being looked up",
     "announced": "Hosts get ready",
     "armed": "All begin together in a moment",
@@ -375,19 +396,19 @@ _SAYS: dict[FleetState, str] = {
     "cancelled": "It was cancelled",
 }
 HOST_COLUMNS = (
-    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+    PageColumn("host", "Host", link=lambda row: build_host_url(str(row["host"]))),
     PageColumn("state", "State", "state"),
     PageColumn("since_ns", "Since", "instant"),
     PageColumn("ranks", "Ranks", unknown="it has not said them"),
     PageColumn("why", "Why", unknown="there is nothing to say of it"),
 )
 TARGET_COLUMNS = (
-    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+    PageColumn("host", "Host", link=lambda row: build_host_url(str(row["host"]))),
     PageColumn("target", "Rank and profiler, and how far it is"),
 )
 
 
-async def compute_request(visit: Visit) -> FleetRequestAnswer:
+async def compute_request(visit: PageRequest) -> FleetRequestAnswer:
     """The request."""
     return await visit.answer(FleetRequestAnswer, "/api/v1/requests/{id}", id=visit.names["id"])
 
@@ -399,7 +420,7 @@ def build_request_content(request: FleetRequestAnswer) -> PageContent:
             "host": host.host,
             "state": host.state,
             "since_ns": host.since_ns,
-            "ranks": _ranks(host.ranks),
+            "ranks": _format_ranks(host.ranks),
             "why": host.detail or host.reason,
         }
         for host in request.hosts
@@ -407,12 +428,14 @@ def build_request_content(request: FleetRequestAnswer) -> PageContent:
     targets: list[PageRow] = [
         {"host": host.host, "target": target} for host in request.hosts for target in host.targets
     ]
-    wanted = request.wanted
+    spec = request.wanted
     numbers = [
-        KeyNumber("Job", wanted.job, "that is traced", leads=to_job(wanted.job)),
-        KeyNumber("What", length_of(request), ", ".join(wanted.profilers)),
-        KeyNumber("Asked by", request.who, instant(request.asked_ns)),
-        KeyNumber("Begins", instant(request.start_ns) if request.start_ns else "–", "the same instant on all hosts"),
+        KeyFigure("Job", spec.job, "that is traced", leads=build_job_url(spec.job)),
+        KeyFigure("What", describe_length(request), ", ".join(spec.profilers)),
+        KeyFigure("Asked by", request.who, render_time(request.asked_ns)),
+        KeyFigure(
+            "Begins", render_time(request.start_ns) if request.start_ns else "–", "the same instant on all hosts"
+        ),
     ]
     sections = [
         ContentSection(
@@ -426,37 +449,37 @@ def build_request_content(request: FleetRequestAnswer) -> PageContent:
             ContentSection("targets", "Ranks", PageTable("targets", "Ranks and profilers", TARGET_COLUMNS, targets))
         )
     return PageContent(
-        _SAYS[request.state],
-        [ContentSection("way", "How far it is", _way(request)), *sections],
+        _STATE_TEXTS[request.state],
+        [ContentSection("way", "How far it is", _draw_progress(request)), *sections],
         above=[("Requests", "/requests")],
         numbers=numbers,
-        ended=request.state in FLEET_ENDED,
+        ended=request.state in ENDED_FLEET_STATES,
     )
 
 
-def _way(request: FleetRequestAnswer) -> Node:
-    ended = request.state in FLEET_ENDED
-    at = len(_WAY) if ended else _WAY.index(request.state)
-    steps = [*_WAY, request.state if ended else "done"]
+def _draw_progress(request: FleetRequestAnswer) -> Node:
+    ended = request.state in ENDED_FLEET_STATES
+    current_step = len(_PROGRESS_STATES) if ended else _PROGRESS_STATES.index(request.state)
+    steps = [*_PROGRESS_STATES, request.state if ended else "done"]
     missing = request.detail or request.reason
     return fragment[
         ol(".steps")[
             (
                 li(
                     class_=[
-                        "passed" if k < at else "here" if k == at else "",
-                        request.state if ended and k == at else "",
+                        "passed" if k < current_step else "here" if k == current_step else "",
+                        request.state if ended and k == current_step else "",
                     ],
-                    aria_current="step" if k == at else None,
+                    aria_current="step" if k == current_step else None,
                 )[span[step]]
                 for k, step in enumerate(steps)
             )
         ]
         if request.state not in {"failed", "cancelled"}
-        else p[state_mark(request.state)],
+        else p[render_state(request.state)],
         p(".lead")[missing] if missing else None,
         div(".buttons")[
-            a(".primary", href=to_capture(request.capture))[
+            a(".primary", href=build_capture_url(request.capture))[
                 "See the capture" if request.reason == "analysis-failed" else "Open the report"
             ]
         ]
@@ -465,7 +488,7 @@ def _way(request: FleetRequestAnswer) -> Node:
     ]
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """0, 1, 2, 5 as `0-2, 5`."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
@@ -476,15 +499,17 @@ def _ranks(ranks: list[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def build_request_controls(visit: Visit, request: FleetRequestAnswer) -> Node:
+def build_request_controls(visit: PageRequest, request: FleetRequestAnswer) -> Node:
     """Its end before its time, for who asked for it and for operators."""
-    own = request.who == visit.token.name and visit.may("requester")
-    if request.state in FLEET_ENDED or not (own or visit.may("operator")):
+    is_own = request.who == visit.token.name and visit.may("requester")
+    if request.state in ENDED_FLEET_STATES or not (is_own or visit.may("operator")):
         return None
-    return div(".buttons.while-open")[sure("Cancel", p["What was recorded so far is lost."], {"do": "cancel"})]
+    return div(".buttons.while-open")[
+        build_confirm_button("Cancel", p["What was recorded so far is lost."], {"do": "cancel"})
+    ]
 
 
-async def handle_request_action(visit: Visit) -> str:
+async def handle_request_action(visit: PageRequest) -> str:
     """Cancel it.
 
     Raises:

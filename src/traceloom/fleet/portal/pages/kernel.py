@@ -9,21 +9,28 @@ from urllib.parse import quote, urlencode
 
 from htpy import Node, a, div, iframe
 
-from traceloom.fleet.analyses.regressions import MIX
+from traceloom.fleet.analyses.regressions import MIX_CAUSES
 from traceloom.fleet.api import CaptureAnswer
-from traceloom.fleet.portal.asking import PageAnswer, ask, asking_form, nothing, pattern_of, to_page
-from traceloom.fleet.portal.charts import ChartDot, ChartLevel, dots, legend
-from traceloom.fleet.portal.page import ContentSection, KeyNumber, Page, PageContent, to_capture, to_job
-from traceloom.fleet.portal.page_request import Address, Visit
-from traceloom.fleet.portal.tables import PageColumn, PageTable, instant
-from traceloom.fleet.questions.catalogue import EVERY_CHANGE
-from traceloom.server.problem import RequestError
+from traceloom.fleet.portal.asking import (
+    QueryResult,
+    build_empty_notice,
+    build_filter_form,
+    build_name_filter,
+    build_page_url,
+    fetch_answer,
+)
+from traceloom.fleet.portal.charts import ChartDot, ChartLevel, draw_dots, draw_legend
+from traceloom.fleet.portal.page import ContentSection, KeyFigure, Page, PageContent, build_capture_url, build_job_url
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl
+from traceloom.fleet.portal.tables import PageColumn, PageTable, render_time
+from traceloom.fleet.questions.catalogue import ALL_CHANGES_QUERY
+from traceloom.server.problem import HttpError
 from traceloom.system import units
 
-COLUMNS = (
+REGRESSION_COLUMNS = (
     "kernel", "shapes", "change", "low", "high", "since_ns", "before_ns", "after_ns", "extra_ns", "jobs_after", "cause",
 )  # fmt: skip
-_HOW = {
+_CAUSE_TEXTS = {
     "code": "with another version of the program or of PyTorch",
     "host": "on other hosts",
     "device": "as other models of device do more of its work",
@@ -32,46 +39,46 @@ _HOW = {
 }
 
 
-async def compute_regressions(visit: Visit) -> PageAnswer:
+async def compute_regressions(visit: PageRequest) -> QueryResult:
     """Ask for them."""
-    return await ask(visit, "regressions", top=str(EVERY_CHANGE.top))
+    return await fetch_answer(visit, "regressions", top=str(ALL_CHANGES_QUERY.top))
 
 
-def to_change(address: Address, row: Mapping[str, Any]) -> str:
+def build_change_url(address: PageUrl, row: Mapping[str, Any]) -> str:
     """The page of a change, about the same time and filters."""
     names = {name: str(row[name]) for name in ("shapes", "device_model") if row[name] is not None}
-    return to_page("/regressions/change", address, kernel=str(row["kernel"]), at=str(row["since_ns"]), **names)
+    return build_page_url("/regressions/change", address, kernel=str(row["kernel"]), at=str(row["since_ns"]), **names)
 
 
-def times(change: float) -> str:
+def format_change(change: float) -> str:
     """A change in words: `9.1× as long`, `26.0 % longer`, `50.0 % shorter`."""
     if change >= 1:
         return f"{1 + change:.1f}× as long"
-    return f"{units.per_cent(abs(change))} % {'longer' if change > 0 else 'shorter'}"
+    return f"{units.format_percent(abs(change))} % {'longer' if change > 0 else 'shorter'}"
 
 
-def sentence(row: Mapping[str, Any]) -> str:
+def describe_change(row: Mapping[str, Any]) -> str:
     """What changed and why, as far as it is known."""
     certain = {"shown": "", "possible": " (possible: no job can tell)", "none": ""}[row["evidence"]]
-    return f"takes {times(row['change'])}, {_HOW[row['cause']]}{certain}"
+    return f"takes {format_change(row['change'])}, {_CAUSE_TEXTS[row['cause']]}{certain}"
 
 
-def build_regressions_content(asked: PageAnswer) -> PageContent:
+def build_regressions_content(result: QueryResult) -> PageContent:
     """What is shown of them."""
-    asking = asking_form(asked.address)
-    rows = asked.tables["changes"]
-    slower = [row for row in rows if row["change"] > 0 and row["cause"] not in MIX]
-    faster = [row for row in rows if row["change"] <= 0 and row["cause"] not in MIX]
-    mixed = [row for row in rows if row["cause"] in MIX]
+    asking = build_filter_form(result.address)
+    rows = result.tables["changes"]
+    slower = [row for row in rows if row["change"] > 0 and row["cause"] not in MIX_CAUSES]
+    faster = [row for row in rows if row["change"] <= 0 and row["cause"] not in MIX_CAUSES]
+    mixed = [row for row in rows if row["cause"] in MIX_CAUSES]
     links = {
-        "kernel": lambda row: to_change(asked.address, row),
-        "jobs_after": lambda row: to_change(asked.address, row) + "#jobs",
+        "kernel": lambda row: build_change_url(result.address, row),
+        "jobs_after": lambda row: build_change_url(result.address, row) + "#jobs",
     }
-    columns = asked.columns("changes", COLUMNS, links)
-    series, short = asked.fact("series"), asked.fact("short")
-    looked = f"{units.count(series)} kernels with their shapes and devices were looked at"
+    columns = result.columns("changes", REGRESSION_COLUMNS, links)
+    series, short = result.fact("series"), result.fact("short")
+    series_note = f"{units.format_count(series)} kernels with their shapes and devices were looked at"
     empty = (
-        f"No kernel became slower by more than chance explains: {looked}, of which {units.count(short)} ran in fewer "
+        f"No kernel became slower by more than chance explains: {series_note}, of which {units.format_count(short)} ran in fewer "
         "than ten jobs. Ask for more time to look at more jobs."
     )
     sections = [
@@ -80,33 +87,35 @@ def build_regressions_content(asked: PageAnswer) -> PageContent:
             "what costs most GPU time first",
         )
     ]  # fmt: skip
-    for key, title, of, note in (
+    for key, title, group_rows, note in (
         ("mixed", "Another mix", mixed, "each piece of work takes as long as before, but longer ones became more"),
         ("faster", "Faster", faster, ""),
     ):
-        if of:
-            sections.append(ContentSection(key, title, PageTable(f"{key}-changes", title, columns, of), note))
+        if group_rows:
+            sections.append(ContentSection(key, title, PageTable(f"{key}-changes", title, columns, group_rows), note))
     costs = sum(row["extra_ns"] for row in slower)
     numbers = [
-        KeyNumber(
+        KeyFigure(
             "Slower",
-            units.count(len({row["kernel"] for row in slower})),
+            units.format_count(len({row["kernel"] for row in slower})),
             "kernels",
             "bad" if slower else "",
             "#slower-part",
         ),
-        KeyNumber("Cost", units.duration(costs), "GPU time in captures beyond before"),
-        KeyNumber(
+        KeyFigure("Cost", units.format_duration(costs), "GPU time in captures beyond before"),
+        KeyFigure(
             "Faster",
-            units.count(len({row["kernel"] for row in faster})),
+            units.format_count(len({row["kernel"] for row in faster})),
             "kernels",
             leads="#faster-part" if faster else "",
         ),
-        KeyNumber("Looked at", units.count(series - short), f"series; {units.count(short)} have too few jobs"),
+        KeyFigure(
+            "Looked at", units.format_count(series - short), f"series; {units.format_count(short)} have too few jobs"
+        ),
     ]
     heading = "No kernel became slower"
     if slower:
-        heading = f"{slower[0]['kernel']} takes {times(slower[0]['change'])} now"
+        heading = f"{slower[0]['kernel']} takes {format_change(slower[0]['change'])} now"
     return PageContent(heading, sections, numbers=numbers, asking=asking)
 
 
@@ -115,12 +124,12 @@ REGRESSIONS_PAGE = Page(
     "what changed with them, and what that costs.", compute_regressions, build_regressions_content, menu="Understand",
 )  # fmt: skip
 
-LOOKS = ("compute", "communication", "memory", "annotation", "launch", "other")
+VERSION_COLOURS = ("compute", "communication", "memory", "annotation", "launch", "other")
 """Colours of versions of a program, by the time of their first job; the last is of all others."""
 
-_JOBS = ("start_ns", "job", "mean_ns", "count", "total_ns", "code", "torch", "capture")
-_SHAPES = ("shapes", "device_model", "op", "total_ns", "fraction", "count")
-_CHANGES = ("since_ns", "shapes", "change", "before_ns", "after_ns", "cause", "extra_ns")
+_JOB_COLUMNS = ("start_ns", "job", "mean_ns", "count", "total_ns", "code", "torch", "capture")
+_SHAPE_COLUMNS = ("shapes", "device_model", "op", "total_ns", "fraction", "count")
+_CHANGE_COLUMNS = ("since_ns", "shapes", "change", "before_ns", "after_ns", "cause", "extra_ns")
 
 
 @dataclass(frozen=True)
@@ -129,13 +138,13 @@ class KernelView:
 
     kernel: str
     shapes: str
-    history: PageAnswer
-    coverage: PageAnswer
+    history: QueryResult
+    coverage: QueryResult
     changes: list[Any]
-    changed: PageAnswer
+    changed: QueryResult
 
 
-async def compute_kernel(visit: Visit) -> KernelView:
+async def compute_kernel(visit: PageRequest) -> KernelView:
     """Ask for its history, its shapes and its changes.
 
     Raises:
@@ -143,11 +152,11 @@ async def compute_kernel(visit: Visit) -> KernelView:
     """
     kernel, shapes = visit.address.query.get("kernel", ""), visit.address.query.get("shapes", "")
     if not kernel:
-        raise RequestError(400, "of which kernel?", slug="wrong-request", hint="the list of kernels leads here")
-    history = await ask(visit, "kernel-history")
-    pattern = pattern_of(kernel)
-    changed = await ask(visit, "regressions", kernel=pattern, top="200")
-    coverage = await ask(visit, "coverage", kernel=pattern, top="200")
+        raise HttpError(400, "of which kernel?", slug="wrong-request", hint="the list of kernels leads here")
+    history = await fetch_answer(visit, "kernel-history")
+    pattern = build_name_filter(kernel)
+    changed = await fetch_answer(visit, "regressions", kernel=pattern, top="200")
+    coverage = await fetch_answer(visit, "coverage", kernel=pattern, top="200")
     changes = [
         row for row in changed.tables["changes"]
         if row["kernel"] == kernel and (not shapes or row["shapes"] in {shapes, None})
@@ -157,32 +166,32 @@ async def compute_kernel(visit: Visit) -> KernelView:
 
 def build_kernel_content(view: KernelView) -> PageContent:
     """What is shown of it."""
-    asking = asking_form(view.history.address, keep=("kernel", "shapes"))
+    asking = build_filter_form(view.history.address, preserved=("kernel", "shapes"))
     address, rows = view.history.address, view.history.tables["rows"]
     jobs = PageTable(
         "jobs", "Jobs that ran it",
         view.history.columns(
-            "rows", _JOBS,
-            {"job": lambda row: to_job(str(row["job"])), "capture": lambda row: to_capture(str(row["capture"]))},
+            "rows", _JOB_COLUMNS,
+            {"job": lambda row: build_job_url(str(row["job"])), "capture": lambda row: build_capture_url(str(row["capture"]))},
         ),
-        list(reversed(rows)), nothing("job that ran this kernel"),
+        list(reversed(rows)), build_empty_notice("job that ran this kernel"),
     )  # fmt: skip
     shaped = [row for row in view.coverage.tables["rows"] if row["kernel"] == view.kernel]
     shapes = PageTable(
         "shapes", "Shapes of its inputs",
-        view.coverage.columns("rows", _SHAPES, {"shapes": lambda row: address.changed({"shapes": str(row["shapes"])})}),
+        view.coverage.columns("rows", _SHAPE_COLUMNS, {"shapes": lambda row: address.changed({"shapes": str(row["shapes"])})}),
         shaped, "No shapes were recorded: `traceloom record --shapes` does.",
     )  # fmt: skip
     changes = PageTable(
         "changes", "When it changed",
-        view.changed.columns("changes", _CHANGES, {"since_ns": lambda row: to_change(address, row)}),
+        view.changed.columns("changes", _CHANGE_COLUMNS, {"since_ns": lambda row: build_change_url(address, row)}),
         view.changes, "It did not change by more than chance explains.",
     )  # fmt: skip
-    above = [("Kernels", to_page("/kernels", address))]
+    breadcrumbs = [("Kernels", build_page_url("/kernels", address))]
     if view.shapes:
-        above.append((view.kernel, address.changed({"shapes": ""})))
+        breadcrumbs.append((view.kernel, address.changed({"shapes": ""})))
     sections = [
-        ContentSection("time", "Duration over time", history_chart(view), "one dot per job, coloured by version; UTC"),
+        ContentSection("time", "Duration over time", draw_history(view), "one dot per job, coloured by version; UTC"),
         ContentSection("changed", "Changes", changes),
         ContentSection("of-shapes", "Shapes", shapes, "a shape leads to its own history"),
         ContentSection("of-jobs", "Jobs", jobs, "the latest first"),
@@ -190,28 +199,28 @@ def build_kernel_content(view: KernelView) -> PageContent:
     if not rows:
         sections = [ContentSection("of-jobs", "Jobs", jobs)]
     numbers = [
-        KeyNumber("Jobs", units.count(view.history.fact("jobs")), "ran it", leads="#of-jobs-part"),
-        KeyNumber("Now", units.duration(rows[-1]["mean_ns"]), "mean of a piece of work in the last job"),
-        KeyNumber("GPU time", units.duration(sum(row["total_ns"] for row in rows)), "in captures of these jobs"),
-        *(KeyNumber("Changes", units.count(len(view.changes)), sentence(row), "bad" if row["change"] > 0 else "",
+        KeyFigure("Jobs", units.format_count(view.history.fact("jobs")), "ran it", leads="#of-jobs-part"),
+        KeyFigure("Now", units.format_duration(rows[-1]["mean_ns"]), "mean of a piece of work in the last job"),
+        KeyFigure("GPU time", units.format_duration(sum(row["total_ns"] for row in rows)), "in captures of these jobs"),
+        *(KeyFigure("Changes", units.format_count(len(view.changes)), describe_change(row), "bad" if row["change"] > 0 else "",
                     "#changed-part")
           for row in view.changes[:1]),
     ] if rows else []  # fmt: skip
     lead = f"Only of the shapes {view.shapes}." if view.shapes else None
-    return PageContent(view.kernel, sections, above=above, lead=lead, numbers=numbers, asking=asking)
+    return PageContent(view.kernel, sections, above=breadcrumbs, lead=lead, numbers=numbers, asking=asking)
 
 
-def history_chart(view: KernelView) -> Node:
+def draw_history(view: KernelView) -> Node:
     """Its duration in each job over time, with the levels before and after each change."""
     rows = view.history.tables["rows"]
     if not rows:
         return None
     versions = list(dict.fromkeys(row["code"] or row["torch"] or "" for row in rows))
-    look = {version: LOOKS[min(at, len(LOOKS) - 1)] for at, version in enumerate(versions)}
+    colours = {version: VERSION_COLOURS[min(index, len(VERSION_COLOURS) - 1)] for index, version in enumerate(versions)}
     points = [
         ChartDot(
-            row["start_ns"], row["mean_ns"], look[row["code"] or row["torch"] or ""],
-            f"{row['job']}: {units.duration(row['mean_ns'])}", to_job(row["job"]),
+            row["start_ns"], row["mean_ns"], colours[row["code"] or row["torch"] or ""],
+            f"{row['job']}: {units.format_duration(row['mean_ns'])}", build_job_url(row["job"]),
         )
         for row in rows
     ]  # fmt: skip
@@ -221,13 +230,13 @@ def history_chart(view: KernelView) -> Node:
             ChartLevel(rows[0]["start_ns"], change["last_before_ns"], change["before_ns"], "before"),
             ChartLevel(change["since_ns"], rows[-1]["start_ns"], change["after_ns"], "after"),
         ]
-    marks = [(change["since_ns"], units.change(change["change"])) for change in view.changes]
-    label = f"Mean duration of a piece of work of {view.kernel} in {units.count_of(len(rows), 'job')} over time"
-    picture = dots(
+    marks = [(change["since_ns"], units.format_change(change["change"])) for change in view.changes]
+    label = f"Mean duration of a piece of work of {view.kernel} in {units.format_quantity(len(rows), 'job')} over time"
+    picture = draw_dots(
         points, levels, list(dict(marks).items()), label=label, write=lambda ns: units.format_value(ns, "time")
     )
-    names = [(version or "version not known", look[version], "") for version in versions[: len(LOOKS)]]
-    return [picture, legend(names) if len(versions) > 1 else None]
+    names = [(version or "version not known", colours[version], "") for version in versions[: len(VERSION_COLOURS)]]
+    return [picture, draw_legend(names) if len(versions) > 1 else None]
 
 
 KERNEL_PAGE = Page(
@@ -236,20 +245,20 @@ KERNEL_PAGE = Page(
 )  # fmt: skip
 
 
-def to_comparison(base: str, new: str) -> str:
+def build_comparison_url(base: str, new: str) -> str:
     """The page of a capture against another one."""
     return f"/compare?{urlencode({'base': base, 'new': new})}"
 
 
 @dataclass(frozen=True)
-class TwoCaptures:
+class CapturePair:
     """What is compared."""
 
     base: CaptureAnswer
     new: CaptureAnswer
 
 
-async def compute_comparison(visit: Visit) -> TwoCaptures:
+async def compute_comparison(visit: PageRequest) -> CapturePair:
     """Ask for both.
 
     Raises:
@@ -257,31 +266,34 @@ async def compute_comparison(visit: Visit) -> TwoCaptures:
     """
     query = visit.address.query
     if not query.get("base") or not query.get("new"):
-        raise RequestError(
+        raise HttpError(
             404, "two captures are compared, and no two are named", slug="no-such-capture",
             hint="a page of a capture lets one choose another to hold it against; one of a regression has both",
         )  # fmt: skip
     base, new = [await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side]) for side in ("base", "new")]
-    return TwoCaptures(base, new)
+    return CapturePair(base, new)
 
 
-def build_comparison_content(both: TwoCaptures) -> PageContent:
+def build_comparison_content(both: CapturePair) -> PageContent:
     """What is shown of them."""
-    where = f"/captures/{quote(both.new.id, safe='')}/against/{quote(both.base.id, safe='')}"
+    report_url = f"/captures/{quote(both.new.id, safe='')}/against/{quote(both.base.id, safe='')}"
     frame = iframe(
-        ".report", src=where, title=f"{both.new.id} against {both.base.id}", sandbox="allow-scripts allow-downloads"
+        ".report",
+        src=report_url,
+        title=f"{both.new.id} against {both.base.id}",
+        sandbox="allow-scripts allow-downloads",
     )
     buttons = div(".buttons")[
-        a(".button", href=to_capture(both.base.id))["The base"],
-        a(".button", href=to_capture(both.new.id))["The new one"],
-        a(".button", href=to_comparison(both.new.id, both.base.id))["The other way round"],
-        a(".button", href=where)["In a window of its own"],
+        a(".button", href=build_capture_url(both.base.id))["The base"],
+        a(".button", href=build_capture_url(both.new.id))["The new one"],
+        a(".button", href=build_comparison_url(both.new.id, both.base.id))["The other way round"],
+        a(".button", href=report_url)["In a window of its own"],
     ]
     lead: list[Node] = []
-    for words, capture in (("Base: ", both.base), (" New: ", both.new)):
+    for side_label, capture in (("Base: ", both.base), (" New: ", both.new)):
         name = capture.job or capture.id
-        lead += [words, a(href=to_job(capture.job))[name] if capture.job else name, ", received ",
-                 instant(capture.received_ns), "."]  # fmt: skip
+        lead += [side_label, a(href=build_job_url(capture.job))[name] if capture.job else name, ", received ",
+                 render_time(capture.received_ns), "."]  # fmt: skip
     return PageContent(
         f"{both.new.job or both.new.id} against {both.base.job or both.base.id}",
         [ContentSection("comparison", "What changed", [frame, buttons], "as traceloom diff shows it")],
@@ -298,7 +310,7 @@ COMPARISON_PAGE = Page(
     build_comparison_content,
 )
 
-_REGRESSION_JOBS = ("job", "mean_ns", "total_ns", "code", "start_ns", "capture")
+_REGRESSION_JOB_COLUMNS = ("job", "mean_ns", "total_ns", "code", "start_ns", "capture")
 
 
 @dataclass(frozen=True)
@@ -306,11 +318,11 @@ class ChangeView:
     """What the page shows."""
 
     change: dict[str, Any]
-    changed: PageAnswer
-    history: PageAnswer
+    changed: QueryResult
+    history: QueryResult
 
 
-async def compute_regression(visit: Visit) -> ChangeView:
+async def compute_regression(visit: PageRequest) -> ChangeView:
     """Look for the change that the address names, and for the jobs around it.
 
     Raises:
@@ -318,7 +330,7 @@ async def compute_regression(visit: Visit) -> ChangeView:
     """
     query = visit.address.query
     kernel, shapes = query.get("kernel", ""), query.get("shapes")
-    changed = await ask(visit, "regressions", kernel=pattern_of(kernel), top="1000", shapes="")
+    changed = await fetch_answer(visit, "regressions", kernel=build_name_filter(kernel), top="1000", shapes="")
     model = query.get("device_model")  # a filter too: of a mix over models of devices the row itself has none
     matches = [
         dict(row) for row in changed.tables["changes"]
@@ -327,58 +339,63 @@ async def compute_regression(visit: Visit) -> ChangeView:
     ]  # fmt: skip
     change = max(matches, key=lambda row: row["device_model"] == model, default=None)
     if change is None:
-        raise RequestError(
+        raise HttpError(
             404, "there is no such change, or not any more", slug="no-such-change", hint="see the list of regressions"
         )
-    return ChangeView(change, changed, await ask(visit, "kernel-history"))
+    return ChangeView(change, changed, await fetch_answer(visit, "kernel-history"))
 
 
 def build_regression_content(view: ChangeView) -> PageContent:
     """What is shown of it."""
     change, address = view.change, view.changed.address
     rows = view.history.tables["rows"]
-    of_job = {row["job"]: row for row in rows}
-    behind = [
-        {**of_job[job], "compare": "beside a healthy one"} for job in change["jobs"] if job in of_job
+    rows_by_job = {row["job"]: row for row in rows}
+    affected_jobs = [
+        {**rows_by_job[job], "compare": "beside a healthy one"} for job in change["jobs"] if job in rows_by_job
     ]  # fmt: skip
-    links = {"job": lambda row: to_job(str(row["job"])), "capture": lambda row: to_capture(str(row["capture"]))}
+    links = {
+        "job": lambda row: build_job_url(str(row["job"])),
+        "capture": lambda row: build_capture_url(str(row["capture"])),
+    }
     columns = [
-        *view.history.columns("rows", _REGRESSION_JOBS, links),
+        *view.history.columns("rows", _REGRESSION_JOB_COLUMNS, links),
         PageColumn(
             "compare", "Compare", hint="its capture held against one from before",
-            link=lambda row: to_comparison(change["healthy_capture"], str(row["capture"])),
+            link=lambda row: build_comparison_url(change["healthy_capture"], str(row["capture"])),
         ),
     ]  # fmt: skip
-    table = PageTable("jobs", "Jobs behind it", columns, behind, nothing("job"))
-    chart = history_chart(
+    table = PageTable("jobs", "Jobs behind it", columns, affected_jobs, build_empty_notice("job"))
+    chart = draw_history(
         KernelView(change["kernel"], change["shapes"] or "all", view.history, view.history, [change], view.changed)
     )
     captures = div(".buttons")[
-        a(".primary", href=to_comparison(change["healthy_capture"], change["capture"]))["Compare slow and healthy"],
-        a(".button", href=to_capture(change["capture"]))["A capture after it"],
-        a(".button", href=to_capture(change["healthy_capture"]))["A capture before it"],
-        a(".button", href=to_page("/kernels/history", address, kernel=change["kernel"]))["All of this kernel"],
+        a(".primary", href=build_comparison_url(change["healthy_capture"], change["capture"]))[
+            "Compare slow and healthy"
+        ],
+        a(".button", href=build_capture_url(change["capture"]))["A capture after it"],
+        a(".button", href=build_capture_url(change["healthy_capture"]))["A capture before it"],
+        a(".button", href=build_page_url("/kernels/history", address, kernel=change["kernel"]))["All of this kernel"],
     ]
-    shapes, words = f"On inputs of {change['shapes']}. " if change["shapes"] else "", sentence(change)
+    shapes, change_text = f"On inputs of {change['shapes']}. " if change["shapes"] else "", describe_change(change)
     numbers = [
-        KeyNumber("Change", units.change(change["change"]),
-                  f"95 % interval {units.change(change['low'])} to {units.change(change['high'])}",
+        KeyFigure("Change", units.format_change(change["change"]),
+                  f"95 % interval {units.format_change(change['low'])} to {units.format_change(change['high'])}",
                   "bad" if change["change"] > 0 else ""),
-        KeyNumber("A piece of work", units.duration(change["after_ns"]),
-                  f"{units.duration(change['before_ns'])} before"),
-        KeyNumber("Costs" if change["extra_ns"] > 0 else "Saves", units.duration(abs(change["extra_ns"])),
+        KeyFigure("A piece of work", units.format_duration(change["after_ns"]),
+                  f"{units.format_duration(change['before_ns'])} before"),
+        KeyFigure("Costs" if change["extra_ns"] > 0 else "Saves", units.format_duration(abs(change["extra_ns"])),
                   "GPU time in captures since"),
-        KeyNumber("Jobs", units.count(change["jobs_after"]), f"after it, {units.count(change['jobs_before'])} before"),
-        KeyNumber("Cause", change["cause"], f"evidence: {change['evidence']}"),
+        KeyFigure("Jobs", units.format_count(change["jobs_after"]), f"after it, {units.format_count(change['jobs_before'])} before"),
+        KeyFigure("Cause", change["cause"], f"evidence: {change['evidence']}"),
     ]  # fmt: skip
     return PageContent(
-        f"{change['kernel']} takes {times(change['change'])}",
+        f"{change['kernel']} takes {format_change(change['change'])}",
         [
             ContentSection("time", "Duration over time", [chart, captures], "one dot per job; lines are medians; UTC"),
             ContentSection("of-jobs", "Jobs behind it", table, "those that lose most by it"),
         ],
-        above=[("Regressions", to_page("/regressions", address))],
-        lead=f"{shapes}{words[:1].upper()}{words[1:]}.",
+        above=[("Regressions", build_page_url("/regressions", address))],
+        lead=f"{shapes}{change_text[:1].upper()}{change_text[1:]}.",
         numbers=numbers,
     )  # fmt: skip
 

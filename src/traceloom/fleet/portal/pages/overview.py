@@ -22,40 +22,40 @@ from traceloom.fleet.handlers.hosts import (
     RemovedHostAnswer,
 )
 from traceloom.fleet.handlers.now import (
-    BUSY,
-    DeviceNow,
+    BUSY_METRIC,
     DeviceState,
-    FleetNowAnswer,
-    FleetTroubleAnswer,
+    DeviceStatus,
+    FleetProblemsAnswer,
+    FleetStatusAnswer,
     HostDetailAnswer,
     SlowerKernel,
     UsageAnswer,
-    UsageOfTime,
+    UsagePeriod,
 )
-from traceloom.fleet.portal.charts import areas, bar
+from traceloom.fleet.portal.charts import draw_areas, draw_bar
 from traceloom.fleet.portal.page import (
     ContentSection,
-    KeyNumber,
+    KeyFigure,
     Page,
     PageContent,
-    command,
-    folded,
-    number_of,
-    sure,
-    text_field,
-    to_capture,
-    to_host,
-    to_job,
-    to_request,
+    build_capture_url,
+    build_command,
+    build_confirm_button,
+    build_fold_out,
+    build_host_url,
+    build_job_url,
+    build_request_url,
+    build_text_field,
+    parse_positive_number,
 )
-from traceloom.fleet.portal.page_request import Address, Visit
-from traceloom.fleet.portal.pages.kernel import times, to_change
-from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, instant, state_mark
-from traceloom.server.problem import RequestError
+from traceloom.fleet.portal.page_request import PageRequest, PageUrl
+from traceloom.fleet.portal.pages.kernel import build_change_url, format_change
+from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, render_state, render_time
+from traceloom.server.problem import HttpError
 from traceloom.system import units
 
 JOBS_COLUMNS = (
-    PageColumn("job", "Job", "name", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("job", "Job", "name", link=lambda row: build_job_url(str(row["job"]))),
     PageColumn("user", "User", hint="whose processes they are", unknown="its processes do not say"),
     PageColumn("hosts", "Hosts", "count"),
     PageColumn("devices", "Devices", "count", "devices that its processes hold"),
@@ -68,12 +68,12 @@ JOBS_COLUMNS = (
 )
 
 
-async def compute_jobs(visit: Visit) -> list[FleetJobAnswer]:
+async def compute_jobs(visit: PageRequest) -> list[FleetJobAnswer]:
     """Jobs that run now, by name."""
     return (await visit.answer(FleetJobsAnswer, "/api/v1/jobs")).jobs
 
 
-def row_of(job: FleetJobAnswer) -> PageRow:
+def build_job_row(job: FleetJobAnswer) -> PageRow:
     """A job as a row of `COLUMNS`."""
     return {
         "job": job.job,
@@ -89,26 +89,28 @@ def row_of(job: FleetJobAnswer) -> PageRow:
     }
 
 
-def table(jobs: list[FleetJobAnswer]) -> PageTable:
+def build_jobs_table(jobs: list[FleetJobAnswer]) -> PageTable:
     """The table of jobs."""
     empty = fragment[
         p["No job runs on hosts of the fleet, as far as they say. Prepare one on a host where an agent runs:"],
-        command('eval "$(traceloom agent env)"'),
+        build_command('eval "$(traceloom agent env)"'),
         p["and start the program in that shell. ", code["TRACELOOM_JOB"], " names the job where no scheduler does."],
     ]
-    return PageTable("jobs", "Jobs that run now", JOBS_COLUMNS, [row_of(job) for job in jobs], empty)
+    return PageTable("jobs", "Jobs that run now", JOBS_COLUMNS, [build_job_row(job) for job in jobs], empty)
 
 
 def build_jobs_content(jobs: list[FleetJobAnswer]) -> PageContent:
     """What is shown of them."""
     ready = sum(job.traceable > 0 for job in jobs)
     numbers = [
-        KeyNumber("Jobs", units.count(len(jobs)), "that run now"),
-        KeyNumber("Traceable", units.count(ready), "have processes that are prepared for traces"),
-        KeyNumber("Devices", units.count(sum(job.devices for job in jobs)), "that jobs hold"),
-        KeyNumber("Users", units.count(len({job.user for job in jobs if job.user})), "whose jobs run"),
+        KeyFigure("Jobs", units.format_count(len(jobs)), "that run now"),
+        KeyFigure("Traceable", units.format_count(ready), "have processes that are prepared for traces"),
+        KeyFigure("Devices", units.format_count(sum(job.devices for job in jobs)), "that jobs hold"),
+        KeyFigure("Users", units.format_count(len({job.user for job in jobs if job.user})), "whose jobs run"),
     ]
-    return PageContent("Jobs", [ContentSection("jobs", "Running now", table(jobs))], numbers=numbers if jobs else ())
+    return PageContent(
+        "Jobs", [ContentSection("jobs", "Running now", build_jobs_table(jobs))], numbers=numbers if jobs else ()
+    )
 
 
 JOBS_PAGE = Page(
@@ -122,9 +124,9 @@ JOBS_PAGE = Page(
 )
 
 _DAY_NS = 24 * 3600 * 10**9
-_DAY = "/topline?since=1d"
-_SHOWN = 8  # of what is wrong, of each kind
-STATES: tuple[tuple[DeviceState, str, str], ...] = (
+_TOPLINE_URL = "/topline?since=1d"
+_MAX_PROBLEMS_PER_KIND = 8  # of what is wrong, of each kind
+DEVICE_STATES: tuple[tuple[DeviceState, str, str], ...] = (
     ("busy", "Busy", "compute"),
     ("idle-allocated", "Held, idle", "communication"),
     ("unallocated", "Free", "idle"),
@@ -137,155 +139,159 @@ STATES: tuple[tuple[DeviceState, str, str], ...] = (
 class FleetView:
     """What the page shows."""
 
-    now: FleetNowAnswer
+    now: FleetStatusAnswer
     hosts: list[HostAnswer]
     jobs: list[FleetJobAnswer]
     failed: list[FleetRequestAnswer]  # requests of the last day
     open: list[FleetRequestAnswer]
-    trouble: FleetTroubleAnswer | RequestError  # why it is not known
+    trouble: FleetProblemsAnswer | HttpError  # why it is not known
 
 
-async def compute_overview(visit: Visit) -> FleetView:
+async def compute_overview(visit: PageRequest) -> FleetView:
     """Ask the routes."""
-    now = await visit.answer(FleetNowAnswer, "/api/v1/now")
+    now = await visit.answer(FleetStatusAnswer, "/api/v1/now")
     hosts = await visit.answer(HostsAnswer, "/api/v1/hosts")
     running = await visit.answer(FleetJobsAnswer, "/api/v1/jobs")
     requests = (await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})).requests
     since = time.time_ns() - _DAY_NS
     ended = {"done", "cancelled", "partial", "failed"}
-    trouble: FleetTroubleAnswer | RequestError
+    problems: FleetProblemsAnswer | HttpError
     try:
-        trouble = await visit.answer(FleetTroubleAnswer, "/api/v1/trouble")
-    except RequestError as error:  # it takes most work; what runs and who is silent are known without it
-        trouble = error
+        problems = await visit.answer(FleetProblemsAnswer, "/api/v1/trouble")
+    except HttpError as error:  # it takes most work; what runs and who is silent are known without it
+        problems = error
     return FleetView(
         now,
         hosts.hosts,
         running.jobs,
         [r for r in requests if r.state == "failed" and r.since_ns > since],
         [r for r in requests if r.state not in ended],
-        trouble,
+        problems,
     )
 
 
 def build_overview_content(view: FleetView) -> PageContent:
     """What is shown of it."""
     now = view.now
-    wrong = _wrong(view)
+    wrong = _list_problems(view)
     sections = [
-        ContentSection("devices", "Devices now", _devices(view)),
+        ContentSection("devices", "Devices now", _draw_devices(view)),
         ContentSection(
             "wrong", "What is wrong", ul(".wrong")[wrong] if wrong else p(".quiet")["Nothing that is known of."]
         ),
-        ContentSection("jobs", "Running now", table(view.jobs)),
+        ContentSection("jobs", "Running now", build_jobs_table(view.jobs)),
     ]
-    return PageContent(_answer(view), sections, numbers=_numbers(now, view.open))
+    return PageContent(_describe_fleet(view), sections, numbers=_build_key_figures(now, view.open))
 
 
-def _answer(view: FleetView) -> str:
+def _describe_fleet(view: FleetView) -> str:
     devices = sum(view.now.devices.values())
     if not view.now.hosts:
         return "No host belongs to the fleet yet"
     busy = view.now.devices.get("busy", 0)
-    hosts = units.count_of(view.now.hosts, "host")
+    hosts = units.format_quantity(view.now.hosts, "host")
     if not devices:
-        return f"{hosts}, {units.count_of(len(view.jobs), 'job')}, no devices"
-    jobs_now = units.count_of(len(view.jobs), "job")
-    return f"{units.count(busy)} of {units.count_of(devices, 'device')} on {hosts} are busy, for {jobs_now}"
+        return f"{hosts}, {units.format_quantity(len(view.jobs), 'job')}, no devices"
+    jobs_now = units.format_quantity(len(view.jobs), "job")
+    return (
+        f"{units.format_count(busy)} of {units.format_quantity(devices, 'device')} on {hosts} are busy, for {jobs_now}"
+    )
 
 
-def _numbers(now: FleetNowAnswer, requests: list[FleetRequestAnswer]) -> list[KeyNumber]:
-    day, about = now.topline, "of the device time that jobs held, last 24 h"
+def _build_key_figures(now: FleetStatusAnswer, requests: list[FleetRequestAnswer]) -> list[KeyFigure]:
+    day, note = now.topline, "of the device time that jobs held, last 24 h"
     waiting = sum(now.tasks.get(state, 0) for state in ("received", "checked", "analysed"))
     numbers = []
     if day is not None:
         if day.device_use is not None:
-            numbers.append(KeyNumber("Device use", units.share(day.device_use, 1.0), about, leads=_DAY))
+            numbers.append(KeyFigure("Device use", units.format_share(day.device_use, 1.0), note, leads=_TOPLINE_URL))
         if day.flop_rate is not None:
-            rate = units.flop_rate(day.flop_rate)
-            numbers.append(KeyNumber("FLOP/s", rate, "of a held device, at least, last 24 h", leads=_DAY))
+            rate = units.format_flop_rate(day.flop_rate)
+            numbers.append(KeyFigure("FLOP/s", rate, "of a held device, at least, last 24 h", leads=_TOPLINE_URL))
         if day.power_w is not None:
-            watts = f"{units.number(round(day.power_w))} W"
-            numbers.append(KeyNumber("Power", watts, "of a held device, last 24 h", leads=_DAY))
-    analysed = units.count(now.tasks.get("committed", 0))
+            watts = f"{units.format_number(round(day.power_w))} W"
+            numbers.append(KeyFigure("Power", watts, "of a held device, last 24 h", leads=_TOPLINE_URL))
+    analysed = units.format_count(now.tasks.get("committed", 0))
     return [
         *numbers,
-        KeyNumber("Requests", units.count(len(requests)), "traces that are being taken", leads="/requests"),
-        KeyNumber("Captures", analysed, f"analysed; {units.count(waiting)} wait", leads="/captures"),
+        KeyFigure("Requests", units.format_count(len(requests)), "traces that are being taken", leads="/requests"),
+        KeyFigure("Captures", analysed, f"analysed; {units.format_count(waiting)} wait", leads="/captures"),
     ]
 
 
-def _devices(view: FleetView) -> Node:
+def _draw_devices(view: FleetView) -> Node:
     counts = view.now.devices
-    whole = sum(counts.values())
+    total = sum(counts.values())
     if not view.now.hosts:
         return div(".empty")[
             p["A host joins by a token that works once. Beside the service:"],
-            command("traceloom fleet token enrol node7 > node7.token"),
+            build_command("traceloom fleet token enrol node7 > node7.token"),
             p["and on the host:"],
-            command("traceloom agent run --server URL --token-file node7.token"),
+            build_command("traceloom agent run --server URL --token-file node7.token"),
         ]
-    if not whole:
+    if not total:
         return p(".quiet")["No host has devices."]
-    return bar([(name, colour, counts.get(state, 0)) for state, name, colour in STATES])
+    return draw_bar([(name, colour, counts.get(state, 0)) for state, name, colour in DEVICE_STATES])
 
 
-def _wrong(view: FleetView) -> list[Node]:
+def _list_problems(view: FleetView) -> list[Node]:
     """What to look at, of each kind the first, and how many there are more; what stops work stands first."""
     lost = [host for host in view.hosts if host.lost]
     troubled = [host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)]
     unknown: list[Node] = []
-    trouble = view.trouble
-    if isinstance(trouble, RequestError):
-        unknown = [["Whether kernels became slower is not known now: ", trouble.message]]
-        trouble = FleetTroubleAnswer(slower=[], quarantined=[])
+    problems = view.trouble
+    if isinstance(problems, HttpError):
+        unknown = [["Whether kernels became slower is not known now: ", problems.message]]
+        problems = FleetProblemsAnswer(slower=[], quarantined=[])
     slower: dict[str, SlowerKernel] = {}
-    for kernel in trouble.slower:  # what costs most first, of each kernel once
+    for kernel in problems.slower:  # what costs most first, of each kernel once
         slower.setdefault(kernel.kernel, kernel)
     hung = [job.job for job in view.jobs if job.hung]
     kinds: list[tuple[str, str, list[Node]]] = [
-        ("bad", "/jobs", [[a(href=to_job(job))[job], " hangs: it makes no steps any more"] for job in hung]),
-        ("bad", "/hosts", [_silent(host) for host in lost]),
-        ("warn", "/hosts", [_troubled(host) for host in troubled]),
-        ("bad", "/regressions", [_slower(kernel) for kernel in slower.values()]),
+        ("bad", "/jobs", [[a(href=build_job_url(job))[job], " hangs: it makes no steps any more"] for job in hung]),
+        ("bad", "/hosts", [_describe_silent_host(host) for host in lost]),
+        ("warn", "/hosts", [_describe_troubled_host(host) for host in troubled]),
+        ("bad", "/regressions", [_describe_slower_kernel(kernel) for kernel in slower.values()]),
         ("bad", "/requests?requests.q=failed", [
-            [a(href=to_request(of.id))[f"Trace of {of.wanted.job}"], f" failed: {of.detail or of.reason}"]
-            for of in view.failed
+            [a(href=build_request_url(failure.id))[f"Trace of {failure.wanted.job}"], f" failed: {failure.detail or failure.reason}"]
+            for failure in view.failed
         ]),
         ("bad", "/captures?captures.q=quarantined", [
-            [a(href=to_capture(of.capture))[of.capture], f" could not be analysed: {of.error}"]
-            for of in trouble.quarantined
+            [a(href=build_capture_url(failure.capture))[failure.capture], f" could not be analysed: {failure.error}"]
+            for failure in problems.quarantined
         ]),
         ("warn", "/regressions", unknown),
     ]  # fmt: skip
     return [
         item
-        for look, href, items in kinds
+        for css_class, href, items in kinds
         for item in (
-            *(li(class_=look)[each] for each in items[:_SHOWN]),
-            li[a(href=href)[f"and {units.count(len(items) - _SHOWN)} more"]] if len(items) > _SHOWN else None,
+            *(li(class_=css_class)[problem] for problem in items[:_MAX_PROBLEMS_PER_KIND]),
+            li[a(href=href)[f"and {units.format_count(len(items) - _MAX_PROBLEMS_PER_KIND)} more"]]
+            if len(items) > _MAX_PROBLEMS_PER_KIND
+            else None,
         )
         if item is not None
     ]
 
 
-def _silent(host: HostAnswer) -> Node:
-    link = a(href=to_host(host.host))[host.host]
+def _describe_silent_host(host: HostAnswer) -> Node:
+    link = a(href=build_host_url(host.host))[host.host]
     if host.heard_ns is None:
         return [link, " was not heard of since the service started"]
-    return [link, " was last heard of ", instant(host.heard_ns)]
+    return [link, " was last heard of ", render_time(host.heard_ns)]
 
 
-def _troubled(host: HostAnswer) -> Node:
-    silent = [f"{units.count_of(host.stale_devices, 'device')} silent"] if host.stale_devices else []
-    why = "; ".join([*silent, *(f"{name}: {why}" for name, why in sorted(host.trouble.items()))])
-    return [a(href=to_host(host.host))[host.host], f": {why}"]
+def _describe_troubled_host(host: HostAnswer) -> Node:
+    silent = [f"{units.format_quantity(host.stale_devices, 'device')} silent"] if host.stale_devices else []
+    reason = "; ".join([*silent, *(f"{name}: {reason}" for name, reason in sorted(host.trouble.items()))])
+    return [a(href=build_host_url(host.host))[host.host], f": {reason}"]
 
 
-def _slower(kernel: SlowerKernel) -> Node:
-    change = to_change(Address("/", ""), msgspec.structs.asdict(kernel))
-    since = [" since ", instant(kernel.since_ns), f", in {units.count_of(kernel.jobs_after, 'job')}"]
-    return [a(href=change)[kernel.kernel], f" takes {times(kernel.change)}", since]
+def _describe_slower_kernel(kernel: SlowerKernel) -> Node:
+    change = build_change_url(PageUrl("/", ""), msgspec.structs.asdict(kernel))
+    since = [" since ", render_time(kernel.since_ns), f", in {units.format_quantity(kernel.jobs_after, 'job')}"]
+    return [a(href=change)[kernel.kernel], f" takes {format_change(kernel.change)}", since]
 
 
 OVERVIEW_PAGE = Page(
@@ -298,8 +304,8 @@ OVERVIEW_PAGE = Page(
     menu="Watch",
 )
 
-COLUMNS = (
-    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+HOST_COLUMNS = (
+    PageColumn("host", "Host", link=lambda row: build_host_url(str(row["host"]))),
     PageColumn("state", "State", "state", "lost: it was silent for a minute"),
     PageColumn("heard_ns", "Heard", "instant", unknown="not since the service started"),
     PageColumn("devices", "Devices", "count"),
@@ -309,7 +315,9 @@ COLUMNS = (
         "jobs",
         "Jobs",
         unknown="no job runs there",
-        link=lambda row: to_host(str(row["host"])) if ", " in str(row["jobs"]) else to_job(str(row["jobs"])),
+        link=lambda row: (
+            build_host_url(str(row["host"])) if ", " in str(row["jobs"]) else build_job_url(str(row["jobs"]))
+        ),
     ),
     PageColumn(
         "clock_offset_ns", "Clock", "time", "how far its clock is behind that of the service", "not measured yet"
@@ -320,12 +328,12 @@ COLUMNS = (
 )
 
 
-def state_of(host: HostAnswer) -> str:
+def get_host_state(host: HostAnswer) -> str:
     """`here`, `lost` or `never`."""
     return "never" if host.heard_ns is None else "lost" if host.lost else "here"
 
 
-async def compute_hosts(visit: Visit) -> list[HostAnswer]:
+async def compute_hosts(visit: PageRequest) -> list[HostAnswer]:
     """Hosts, by name."""
     return (await visit.answer(HostsAnswer, "/api/v1/hosts")).hosts
 
@@ -335,7 +343,7 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
     rows: list[PageRow] = [
         {
             "host": host.host,
-            "state": state_of(host),
+            "state": get_host_state(host),
             "heard_ns": host.heard_ns,
             "devices": host.devices,
             "stale_devices": host.stale_devices,
@@ -344,56 +352,56 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
             "clock_offset_ns": host.clock_offset_ns,
             "clock_error_ns": host.clock_error_ns,
             "version": host.version,
-            "trouble": "; ".join(f"{name}: {why}" for name, why in sorted(host.trouble.items())),
+            "trouble": "; ".join(f"{name}: {reason}" for name, reason in sorted(host.trouble.items())),
         }
         for host in hosts
     ]
     empty = fragment[
         p["No host belongs to the fleet yet. A host joins by a token that works once. Beside the service:"],
-        command("traceloom fleet token enrol node7 > node7.token"),
+        build_command("traceloom fleet token enrol node7 > node7.token"),
         p["and on the host:"],
-        command("traceloom agent run --server URL --token-file node7.token"),
+        build_command("traceloom agent run --server URL --token-file node7.token"),
     ]
     lost = sum(host.lost for host in hosts)
     silent = sum(host.stale_devices for host in hosts)
     numbers = [
-        KeyNumber("Hosts", units.count(len(hosts)), "belong to the fleet"),
-        KeyNumber("Lost", units.count(lost), "were not heard of for a minute", "bad" if lost else ""),
-        KeyNumber("Devices", units.count(sum(host.devices for host in hosts)), "on them"),
-        KeyNumber("Silent", units.count(silent), "devices that cannot be read", "warn" if silent else ""),
+        KeyFigure("Hosts", units.format_count(len(hosts)), "belong to the fleet"),
+        KeyFigure("Lost", units.format_count(lost), "were not heard of for a minute", "bad" if lost else ""),
+        KeyFigure("Devices", units.format_count(sum(host.devices for host in hosts)), "on them"),
+        KeyFigure("Silent", units.format_count(silent), "devices that cannot be read", "warn" if silent else ""),
     ]
-    table = PageTable("hosts", "Hosts of the fleet", COLUMNS, rows, empty)
+    table = PageTable("hosts", "Hosts of the fleet", HOST_COLUMNS, rows, empty)
     return PageContent("Hosts", [ContentSection("hosts", "By name", table)], numbers=numbers if hosts else ())
 
 
-def build_hosts_controls(visit: Visit, _hosts: list[HostAnswer]) -> Node:
+def build_hosts_controls(visit: PageRequest, _hosts: list[HostAnswer]) -> Node:
     """The form by which a host may join, for operators."""
     if not visit.may("operator"):
         return None
-    inside = form(method="post")[
+    content = form(method="post")[
         div(".fields")[
-            text_field("host", "Host", "Its name; empty: any host.", value=visit.field("host"), maxlength="253"),
-            text_field("days", "Days", "For so many it may be used, once.", value=visit.field("days") or "1"),
+            build_text_field("host", "Host", "Its name; empty: any host.", value=visit.field("host"), maxlength="253"),
+            build_text_field("days", "Days", "For so many it may be used, once.", value=visit.field("days") or "1"),
         ],
         div(".buttons")[button(".primary", type="submit")["Make a token"]],
     ]
-    return folded("join", "Let a host join", inside, is_open=bool(visit.form))
+    return build_fold_out("join", "Let a host join", content, is_open=bool(visit.form))
 
 
-async def handle_hosts_action(visit: Visit) -> Node:
+async def handle_hosts_action(visit: PageRequest) -> Node:
     """Make a token of enrolment, and show it, once.
 
     Raises:
         RequestError: `wrong-request`, `not-allowed`.
     """
-    days = number_of(visit.field("days"), "the number of days", float) or 1.0
+    days = parse_positive_number(visit.field("days"), "the number of days", float) or 1.0
     body = EnrolmentBody(host=visit.field("host"), days=days)
     answer = await visit.answer(EnrolmentAnswer, "/api/v1/agents", method="POST", body=body)
     return div(".notice", role="status")[
         p["The token is shown only now. Put it into a file on ", code[answer.host] if answer.host else "the host", ":"],
-        command(answer.token),
+        build_command(answer.token),
         p["and start the agent with it; URL is the address of this page, as far as the port:"],
-        command("traceloom agent run --server URL --token-file FILE"),
+        build_command("traceloom agent run --server URL --token-file FILE"),
     ]
 
 
@@ -418,7 +426,7 @@ DEVICE_COLUMNS = (
         "jobs",
         "Jobs",
         unknown="no job holds it",
-        link=lambda row: "/jobs" if ", " in str(row["jobs"]) else to_job(str(row["jobs"])),
+        link=lambda row: "/jobs" if ", " in str(row["jobs"]) else build_job_url(str(row["jobs"])),
     ),
     PageColumn("busy", "Busy", "share", "share of time in which at least one kernel ran", _NOT_MEASURED),
     PageColumn("sm_active", "SM active", "share", "cycles in which a multiprocessor had work", _NOT_MEASURED),
@@ -430,7 +438,7 @@ DEVICE_COLUMNS = (
 )
 PROCESS_COLUMNS = (
     PageColumn("pid", "Process", "text"),
-    PageColumn("job", "Job", "name", unknown="it belongs to none", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("job", "Job", "name", unknown="it belongs to none", link=lambda row: build_job_url(str(row["job"]))),
     PageColumn("rank", "Rank", "count", unknown="nothing says it"),
     PageColumn("user", "User", unknown="nothing says it"),
     PageColumn("account", "Account", unknown="nothing says it"),
@@ -446,10 +454,10 @@ class HostView:
     """What the page shows."""
 
     detail: HostDetailAnswer
-    usage: list[UsageOfTime]
+    usage: list[UsagePeriod]
 
 
-async def compute_host(visit: Visit) -> HostView:
+async def compute_host(visit: PageRequest) -> HostView:
     """Ask the routes."""
     host = visit.names["host"]
     detail = await visit.answer(HostDetailAnswer, "/api/v1/hosts/{host}", host=host)
@@ -457,7 +465,7 @@ async def compute_host(visit: Visit) -> HostView:
     return HostView(detail, used.usage)
 
 
-def process_row(process: HostProcess) -> PageRow:
+def build_process_row(process: HostProcess) -> PageRow:
     """A process as a row of `PROCESS_COLUMNS`."""
     return {
         "pid": process.pid,
@@ -472,20 +480,20 @@ def process_row(process: HostProcess) -> PageRow:
     }
 
 
-def usage_picture(usage: list[UsageOfTime], label: str) -> Node:
+def draw_usage(usage: list[UsagePeriod], label: str) -> Node:
     """Device time by state over time."""
-    by_state: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    usage_by_state: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for row in usage:
-        by_state[row.state][row.time_ns] += row.device_ms
+        usage_by_state[row.state][row.time_ns] += row.device_ms
     times = sorted({row.time_ns for row in usage})
-    parts = {(name, colour): by_state[state] for state, name, colour in STATES if state in by_state}
-    return areas(times, 60 * 10**9, parts, label)
+    parts = {(name, colour): usage_by_state[state] for state, name, colour in DEVICE_STATES if state in usage_by_state}
+    return draw_areas(times, 60 * 10**9, parts, label)
 
 
 def build_host_content(view: HostView) -> PageContent:
     """What is shown of it."""
     host, devices = view.detail.host, view.detail.devices
-    rows = [process_row(process) for process in view.detail.processes]
+    rows = [build_process_row(process) for process in view.detail.processes]
     is_heard = host.heard_ns is not None
     without_devices: Node = [
         "It has none that its agent can read; on the host ",
@@ -497,9 +505,9 @@ def build_host_content(view: HostView) -> PageContent:
             "Its agent was not heard of since the service started. On the host ", code["traceloom agent status"],
             " says whether it runs, and how the service answers it.",
         ]  # fmt: skip
-    trouble = [li(".warn")[f"{name}: {why}"] for name, why in sorted(host.trouble.items())]
+    problem_items = [li(".warn")[f"{name}: {reason}"] for name, reason in sorted(host.trouble.items())]
     sections = [
-        ContentSection("trouble", "Trouble", ul(".wrong")[trouble]) if trouble else None,
+        ContentSection("trouble", "Trouble", ul(".wrong")[problem_items]) if problem_items else None,
         ContentSection(
             "devices",
             "Devices",
@@ -507,7 +515,7 @@ def build_host_content(view: HostView) -> PageContent:
                 "devices",
                 "Devices of the host",
                 DEVICE_COLUMNS,
-                [_device_row(device) for device in devices],
+                [_build_device_row(device) for device in devices],
                 without_devices,
             ),
         ),
@@ -522,37 +530,35 @@ def build_host_content(view: HostView) -> PageContent:
                 "No process there holds a device or belongs to a job." if is_heard else "Nothing was heard of it yet.",
             ),
         ),
-        ContentSection(
-            "usage", "Device time, last 6 h", usage_picture(view.usage, f"Device time of {host.host} by state")
-        )
+        ContentSection("usage", "Device time, last 6 h", draw_usage(view.usage, f"Device time of {host.host} by state"))
         if devices
         else None,
     ]
     busy = sum(device.state == "busy" for device in devices)
     offset, error = host.clock_offset_ns, host.clock_error_ns
     numbers = [
-        KeyNumber(
+        KeyFigure(
             "State",
-            state_mark(state_of(host)),
-            fragment["heard ", instant(host.heard_ns)]
+            render_state(get_host_state(host)),
+            fragment["heard ", render_time(host.heard_ns)]
             if host.heard_ns is not None
             else "not since the service started",
         ),
-        KeyNumber("Devices", units.count(len(devices)), f"{units.count(busy)} busy"),
-        KeyNumber("Processes", units.count(host.processes), units.count_of(len(host.jobs), "job")),
-        KeyNumber(
+        KeyFigure("Devices", units.format_count(len(devices)), f"{units.format_count(busy)} busy"),
+        KeyFigure("Processes", units.format_count(host.processes), units.format_quantity(len(host.jobs), "job")),
+        KeyFigure(
             "Clock",
-            "–" if offset is None else units.duration(abs(offset)),
+            "–" if offset is None else units.format_duration(abs(offset)),
             "not measured yet"
             if error is None or offset is None
-            else f"{'ahead of' if offset < 0 else 'behind'} the service, ± {units.duration(error)}",
+            else f"{'ahead of' if offset < 0 else 'behind'} the service, ± {units.format_duration(error)}",
         ),
-        KeyNumber("Agent", host.version or "–", "its version"),
+        KeyFigure("Agent", host.version or "–", "its version"),
     ]
     return PageContent(host.host, [part for part in sections if part], above=[("Hosts", "/hosts")], numbers=numbers)
 
 
-def _device_row(device: DeviceNow) -> PageRow:
+def _build_device_row(device: DeviceStatus) -> PageRow:
     values = device.values
     memory, limit = values.get("gpu_memory_used_bytes"), values.get("gpu_memory_limit_bytes")
     power = values.get("gpu_power_watts")
@@ -561,7 +567,7 @@ def _device_row(device: DeviceNow) -> PageRow:
         "state": device.state,
         "model": device.model,
         "jobs": ", ".join(device.jobs),
-        "busy": values.get(BUSY),
+        "busy": values.get(BUSY_METRIC),
         "sm_active": values.get("gpu_sm_active_ratio"),
         "power_w": None if power is None else round(power),
         "memory": None if memory is None else int(memory),
@@ -571,15 +577,15 @@ def _device_row(device: DeviceNow) -> PageRow:
     }
 
 
-def build_host_controls(visit: Visit, view: HostView) -> Node:
+def build_host_controls(visit: PageRequest, view: HostView) -> Node:
     """Let it go, for operators."""
     if not visit.may("operator"):
         return None
     question = p["Its agent is refused from then on; what it sent is kept."]
-    return sure(f"Remove {view.detail.host.host}", question, {"do": "remove"})
+    return build_confirm_button(f"Remove {view.detail.host.host}", question, {"do": "remove"})
 
 
-async def handle_host_action(visit: Visit) -> str:
+async def handle_host_action(visit: PageRequest) -> str:
     """Let the host belong to the fleet no more.
 
     Raises:

@@ -16,9 +16,16 @@ from typing import Any
 import numpy as np
 
 from traceloom.errors import UsageError
-from traceloom.graph.evaluate import LONGEST_NS
+from traceloom.graph.evaluate import MAX_DURATION_NS
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.workload.collective_algorithms import Schedule, direct, halving_doubling, one_tree, parents, ring
+from traceloom.workload.collective_algorithms import (
+    Schedule,
+    build_direct,
+    build_halving_doubling,
+    build_ring,
+    build_single_tree,
+    compute_parents,
+)
 
 FAST_DELAY_NS = 10  # of a group's endpoints, whatever the configuration says
 
@@ -123,12 +130,12 @@ class Dimensions:
                 slug="bad-collective",
                 hint="leave involved_dim out",
             )
-        turn = [(kind, d) for d in (reversed(order) if kind == "all_gather" else order)]
+        phase_order = [(kind, d) for d in (reversed(order) if kind == "all_gather" else order)]
         if kind == "all_reduce" and not self.baseline:
-            turn = [("reduce_scatter", d) for d in order[:-1]] + [("all_reduce", order[-1])]
-            turn += [("all_gather", d) for d in reversed(order[:-1])]
+            phase_order = [("reduce_scatter", d) for d in order[:-1]] + [("all_reduce", order[-1])]
+            phase_order += [("all_gather", d) for d in reversed(order[:-1])]
         phases = []
-        for part, d in turn:
+        for part, d in phase_order:
             ranks, stride = along[d]
             phase = self._phase(part, names[d], chunk, (d, ranks, stride), trees[kind, d])
             if names[d] == "doubleBinaryTree":  # an all_reduce of the chunk, whatever the phase should be
@@ -160,66 +167,70 @@ class Dimensions:
                 slug="bad-collective",
                 hint=f"set {kind.replace('_', '-')}-implementation to ring",
             )
-        plain = name[3].lower() + name[4:] if name.startswith("one") else name
-        if not plain.startswith("direct"):
-            made = _schedule(kind, plain, ranks, chunk, tree=tree % 2)
-            return CollectivePhase(dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS)
-        others = ranks - 1
-        window = min(int(plain.removeprefix("direct") or others), others)
-        made, reduced = _direct(kind, ranks, chunk, window, whole=bool(stride))
-        rounds = window == others and kind != "all_reduce"
+        algorithm = name[3].lower() + name[4:] if name.startswith("one") else name
+        if not algorithm.startswith("direct"):
+            schedule = _build_phase(kind, algorithm, ranks, chunk, tree=tree % 2)
+            return CollectivePhase(dimension, schedule, stride, self.delay_ns if stride else FAST_DELAY_NS)
+        peer_count = ranks - 1
+        window = min(int(algorithm.removeprefix("direct") or peer_count), peer_count)
+        schedule, reduced = _build_direct_phase(kind, ranks, chunk, window, is_whole=bool(stride))
+        rounds = window == peer_count and kind != "all_reduce"
         return CollectivePhase(
-            dimension, made, stride, self.delay_ns if stride else FAST_DELAY_NS, 0 if rounds else window, reduced
+            dimension, schedule, stride, self.delay_ns if stride else FAST_DELAY_NS, 0 if rounds else window, reduced
         )
 
 
 @lru_cache(maxsize=256)
-def _direct(kind: str, ranks: int, chunk: int, window: int, *, whole: bool) -> tuple[Schedule, tuple[int, ...]]:
+def _build_direct_phase(
+    kind: str, ranks: int, chunk: int, window: int, *, is_whole: bool
+) -> tuple[Schedule, tuple[int, ...]]:
     """Messages to all others, and the bytes that are reduced of each one that arrives.
 
     The first messages of a window follow from nothing. ASTRA-sim takes all that follow in turns of a window for nothing
     and a window of reductions (in a group, of as many windows of them as there are others); an all_reduce reduces in
     every second turn only.
     """
-    made = direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
+    schedule = build_direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
     if not window:
         text = "with direct0" if ranks > 1 else f"a direct {kind} of one rank, which has nothing to send"
         hint = "use direct" if ranks > 1 else "use ring, or leave the collective out"
         raise UsageError(f"ASTRA-sim never begins {text}", slug="bad-collective", hint=hint)
-    others = ranks - 1
-    turn, at = np.divmod(window + np.arange(len(made.rounds) * others), window * (2 if whole else ranks))
-    reduces = (at >= window) & ((kind == "reduce_scatter") | ((kind == "all_reduce") & (turn % 2 == 0)))
+    peer_count = ranks - 1
+    round_number, position = np.divmod(
+        window + np.arange(len(schedule.rounds) * peer_count), window * (2 if is_whole else ranks)
+    )
+    reduces = (position >= window) & ((kind == "reduce_scatter") | ((kind == "all_reduce") & (round_number % 2 == 0)))
     reduced = np.where(reduces, chunk // ranks, 0)
     rounds = tuple(
-        replace(part, reduced=np.repeat(taken, ranks))
-        for part, taken in zip(made.rounds, reduced.reshape(-1, others), strict=True)
+        replace(part, reduced=np.repeat(reduced_bytes, ranks))
+        for part, reduced_bytes in zip(schedule.rounds, reduced.reshape(-1, peer_count), strict=True)
     )
-    return replace(made, rounds=rounds), tuple(reduced.tolist())
+    return replace(schedule, rounds=rounds), tuple(reduced.tolist())
 
 
 @lru_cache(maxsize=256)
-def _schedule(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> Schedule:
+def _build_phase(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> Schedule:
     """The schedule of one phase; all messages of a round have the same bytes, rounded down."""
     size = chunk if kind == "all_gather" else chunk // ranks * ranks
     if name == "ring":
-        return ring(kind, ranks, size)
+        return build_ring(kind, ranks, size)
     if name == "halvingDoubling":
-        return _halving(kind, ranks, chunk)
+        return _build_halving_phase(kind, ranks, chunk)
     if name == "doubleBinaryTree":
-        parent = parents(ranks, 0 if tree else ranks - 1)
-        made = one_tree(parent, chunk)
+        parent = compute_parents(ranks, 0 if tree else ranks - 1)
+        schedule = build_single_tree(parent, chunk)
         inner = np.isin(np.arange(ranks), parent)
         return replace(  # who hands on what comes from above pays for a reduction of it
-            made,
+            schedule,
             rounds=tuple(
                 part if part.reduced.any() else replace(part, reduced=np.where(inner[part.target], chunk, 0))
-                for part in made.rounds
+                for part in schedule.rounds
             ),
         )
     raise UsageError(f"ASTRA-sim does no {kind} with {name}", slug="bad-collective", hint="use ring or direct")
 
 
-def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
+def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
     """Halving and doubling: a message is reduced at the price of the next, smaller one, the last one for nothing.
 
     Raises:
@@ -228,8 +239,8 @@ def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
     if ranks < 2:
         text = f"a halvingDoubling {kind} of one rank has no messages"
         raise UsageError(text, slug="bad-collective", hint="use ring, or leave the collective out")
-    made = halving_doubling(kind, ranks, ranks)
-    steps = len(made.rounds) // (2 if kind == "all_reduce" else 1)
+    schedule = build_halving_doubling(kind, ranks, ranks)
+    steps = len(schedule.rounds) // (2 if kind == "all_reduce" else 1)
     halves = [chunk >> (k + 1) for k in range(steps)]
     sizes = {
         "reduce_scatter": halves,
@@ -245,15 +256,15 @@ def _halving(kind: str, ranks: int, chunk: int) -> Schedule:
         )
     reduced = [0] * len(sizes) if kind == "all_gather" else [*halves[1:], 0, *([0] * (len(sizes) - steps))]
     return replace(
-        made,
+        schedule,
         rounds=tuple(
-            replace(part, bytes=np.full(ranks, size), reduced=np.full(ranks, taken))
-            for part, size, taken in zip(made.rounds, sizes, reduced, strict=True)
+            replace(part, bytes=np.full(ranks, size), reduced=np.full(ranks, reduced_bytes))
+            for part, size, reduced_bytes in zip(schedule.rounds, sizes, reduced, strict=True)
         ),
     )
 
 
-def members_of(phase: CollectivePhase, rank: int, group: Sequence[int]) -> Ints:
+def get_members(phase: CollectivePhase, rank: int, group: Sequence[int]) -> Ints:
     """The ranks at the positions of a phase's schedule, for one rank of the group."""
     if not phase.stride:
         return np.asarray(group, np.int64)
@@ -265,7 +276,7 @@ def members_of(phase: CollectivePhase, rank: int, group: Sequence[int]) -> Ints:
 Event = Callable[[Any], None]
 
 
-def too_long() -> UsageError:
+def make_too_long_error() -> UsageError:
     """The error for what takes longer than anybody can wait."""
     return UsageError(
         "these times add up to more than 100 days",
@@ -274,14 +285,14 @@ def too_long() -> UsageError:
     )
 
 
-def whole_ns(times: Floats) -> Ints:
+def convert_to_ns(times: Floats) -> Ints:
     """Times in whole ns, rounded down.
 
     Raises:
         UsageError: slug `times-too-long`.
     """
-    if times.size and not times.max() < LONGEST_NS:
-        raise too_long()
+    if times.size and not times.max() < MAX_DURATION_NS:
+        raise make_too_long_error()
     return times.astype(np.int64)
 
 
@@ -297,7 +308,7 @@ class Clock:
         self._times: list[int] = []
         self._events: dict[int, list[tuple[Event, Any]]] = {}
 
-    def at(self, time: int, event: Event, what: Any = None) -> None:
+    def at(self, time: int, event: Event, payload: Any = None) -> None:
         """Call `event(what)` at a time that is not before now.
 
         Raises:
@@ -305,19 +316,19 @@ class Clock:
         """
         events = self._events.get(time)
         if events is None:
-            if not self.now <= time < LONGEST_NS:
-                raise too_long()
-            self._events[time] = [(event, what)]
+            if not self.now <= time < MAX_DURATION_NS:
+                raise make_too_long_error()
+            self._events[time] = [(event, payload)]
             heappush(self._times, time)
         else:
-            events.append((event, what))
+            events.append((event, payload))
 
     def run(self) -> None:
         """Let everything happen."""
         while self._times:
             self.now = time = self._times[0]
-            for event, what in self._events[time]:  # grows while it runs: what is asked for at once
-                event(what)
+            for event, payload in self._events[time]:  # grows while it runs: what is asked for at once
+                event(payload)
             heappop(self._times)
             del self._events[time]
 
@@ -359,7 +370,7 @@ class AnalyticalNetwork:
             time: Floats = hops * self.latencies[d] + size / self.bytes_per_ns(d)
             delay = np.where(crosses, time, delay)
             stride *= count
-        return whole_ns(delay)
+        return convert_to_ns(delay)
 
     def delay(self, source: int, target: int, size: int) -> int:
         """How long one message takes that meets no others, in ns."""
@@ -405,10 +416,10 @@ class Links:
         """The links from one rank to another."""
         return self._fabric.route(source, target)
 
-    def send(self, source: int, target: int, size: int, arrive: Arrive, what: Any) -> None:
+    def send(self, source: int, target: int, size: int, arrive: Arrive, payload: Any) -> None:
         """Send a message now; `arrive(what)` is called when it is there."""
         self.in_flight += 1
-        self._take(_Travel(size, self.route(source, target), 0, arrive, what, self._clock.now))
+        self._take(_Travel(size, self.route(source, target), 0, arrive, payload, self._clock.now))
 
     def occupied_ns(self, size: int) -> int:
         """How long a message occupies a link."""
@@ -454,7 +465,7 @@ class Links:
         """Count what links did elsewhere."""
         for link, values in usage.items():
             total = self.usage.setdefault(link, [0, 0, 0])
-            total[:] = [before + more for before, more in zip(total, values, strict=True)]
+            total[:] = [before + extra for before, extra in zip(total, values, strict=True)]
 
     @property
     def idle(self) -> bool:

@@ -13,11 +13,11 @@ import msgspec
 
 from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import InputError, UsageError, nearest, unreadable
-from traceloom.system.files import note_input, read_small
+from traceloom.system.files import read_small, remember_input
 from traceloom.trace.notice import Notice
 from traceloom.workload.simulate.machine import Algorithm, AlgorithmRule, Collective, Dimension, Machine, Topology
 
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 GIB = 2**30 / 1e9  # what its "GB/s" are, in 10^9 B/s
 TOPOLOGIES: dict[str, Topology] = {"Ring": "ring", "FullyConnected": "fully-connected", "Switch": "switch"}
 KINDS: dict[str, Collective] = {
@@ -102,16 +102,16 @@ class AstraSimSystem:
     notices: tuple[Notice, ...] = ()
 
 
-def _refused(message: str, where: str, hint: str = "") -> InputError:
-    return InputError(message, slug="bad-astra-sim-config", where=where, hint=hint)
+def _make_config_error(message: str, location: str, hint: str = "") -> InputError:
+    return InputError(message, slug="bad-astra-sim-config", where=location, hint=hint)
 
 
-def _content(path: str | Path) -> bytes:
+def _read_content(path: str | Path) -> bytes:
     try:
-        content = read_small(path, MOST_BYTES)
+        content = read_small(path, MAX_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
-    note_input(path)
+    remember_input(path)
     return content
 
 
@@ -123,51 +123,53 @@ def read_network(path: str | Path) -> AstraSimNetwork:
     """
     import yaml
 
-    where = str(path)
+    location = str(path)
     try:
-        document = yaml.safe_load(_content(path).decode("utf-8"))
+        document = yaml.safe_load(_read_content(path).decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise _refused(f"the network is no YAML: {reason}", where) from error
+        raise _make_config_error(f"the network is no YAML: {reason}", location) from error
     keys = ("topology", "npus_count", "bandwidth", "latency")
     if not isinstance(document, dict):
-        raise _refused(f"expected a network with {', '.join(keys)}, got {document!r:.40}", where)
+        raise _make_config_error(f"expected a network with {', '.join(keys)}, got {document!r:.40}", location)
     for key in document:
         if key not in keys:
-            raise _refused(
-                f"`{key}` is no key of a network", where, nearest(str(key), keys) + f"it has {', '.join(keys)}"
+            raise _make_config_error(
+                f"`{key}` is no key of a network", location, nearest(str(key), keys) + f"it has {', '.join(keys)}"
             )
     lists = {}
     for key in keys:
         if key not in document:
-            raise _refused(f"there is no key `{key}`", where)
+            raise _make_config_error(f"there is no key `{key}`", location)
         values = document[key]
         if not isinstance(values, list) or not values:
-            raise _refused(f"expected `{key}` to be a list with one value per dimension, got {values!r:.40}", where)
+            raise _make_config_error(
+                f"expected `{key}` to be a list with one value per dimension, got {values!r:.40}", location
+            )
         if len(values) != len(document["topology"]):
-            raise _refused(
-                f"`{key}` has {len(values)} values for {len(document['topology'])} dimensions of `topology`", where
+            raise _make_config_error(
+                f"`{key}` has {len(values)} values for {len(document['topology'])} dimensions of `topology`", location
             )
         lists[key] = values
     for position, name in enumerate(lists["topology"]):
         if not isinstance(name, str) or name not in TOPOLOGIES:
             hint = nearest(str(name), TOPOLOGIES) + f"the analytical network has {', '.join(TOPOLOGIES)}"
-            raise _refused(f"`{name}` is no topology", f"{where}, topology[{position}]", hint)
-    for key, least, expected in (
+            raise _make_config_error(f"`{name}` is no topology", f"{location}, topology[{position}]", hint)
+    for key, min_value, expected in (
         ("npus_count", 2, "a whole number of at least 2"),
         ("bandwidth", math.ulp(0.0), "a number above 0"),
         ("latency", 0, "a number of at least 0"),
     ):
         for position, value in enumerate(lists[key]):
             types = (int,) if key == "npus_count" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, types) or not least <= value < math.inf:
-                raise _refused(f"expected {expected}, got {value!r:.40}", f"{where}, {key}[{position}]")
+            if isinstance(value, bool) or not isinstance(value, types) or not min_value <= value < math.inf:
+                raise _make_config_error(f"expected {expected}, got {value!r:.40}", f"{location}, {key}[{position}]")
     return AstraSimNetwork(
         topologies=tuple(lists["topology"]),
         sizes=tuple(lists["npus_count"]),
         bandwidths=tuple(map(float, lists["bandwidth"])),
         latencies=tuple(map(float, lists["latency"])),
-        source=where,
+        source=location,
     )
 
 
@@ -177,25 +179,27 @@ def read_system(path: str | Path) -> AstraSimSystem:
     Raises:
         InputError: slugs `bad-astra-sim-config`, `unreadable`.
     """
-    where = str(path)
+    location = str(path)
     try:
-        document = msgspec.json.decode(_content(path))
+        document = msgspec.json.decode(_read_content(path))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refused(f"the system is no JSON: {error}", where) from error
+        raise _make_config_error(f"the system is no JSON: {error}", location) from error
     if not isinstance(document, dict):
-        raise _refused(f"expected a JSON object, got {document!r:.40}", where)
+        raise _make_config_error(f"expected a JSON object, got {document!r:.40}", location)
     values: dict[str, Any] = {}
     for key, (name, fits, expected) in _KEYS.items():
         if key in document:
             if not fits(document[key]):
-                raise _refused(f"expected {expected}, got {document[key]!r:.40}", f"{where}, {key}")
+                raise _make_config_error(f"expected {expected}, got {document[key]!r:.40}", f"{location}, {key}")
             values[name] = document[key]
     if "splits" not in values:
         hint = "ASTRA-sim divides by it: write for example 4"
-        raise _refused("there is no key `preferred-dataset-splits`", where, hint)
+        raise _make_config_error("there is no key `preferred-dataset-splits`", location, hint)
     if "per-node-custom-implementation" in document:
         hint = "give one algorithm for all collectives of a kind: all-reduce-implementation-custom"
-        raise _refused("algorithms of single nodes are not simulated", f"{where}, per-node-custom-implementation", hint)
+        raise _make_config_error(
+            "algorithms of single nodes are not simulated", f"{location}, per-node-custom-implementation", hint
+        )
     for flag in ("roofline", "replay_only"):
         values[flag] = bool(values.get(flag, False))
     implementations: dict[str, tuple[str, ...]] = {}
@@ -206,34 +210,40 @@ def read_system(path: str | Path) -> AstraSimSystem:
             names = document[key]
             if not isinstance(names, list) or not names:
                 message = f"expected a list with one algorithm per dimension, got {names!r:.40}"
-                raise _refused(message, f"{where}, {key}")
-            for each in names:
-                if not isinstance(each, str) or not _IMPLEMENTATION.fullmatch(each):
-                    message = f"{each!r:.40} is no algorithm of ASTRA-sim"
-                    raise _refused(message, f"{where}, {key}", f"it has {_IMPLEMENTATIONS}")
+                raise _make_config_error(message, f"{location}, {key}")
+            for implementation in names:
+                if not isinstance(implementation, str) or not _IMPLEMENTATION.fullmatch(implementation):
+                    message = f"{implementation!r:.40} is no algorithm of ASTRA-sim"
+                    raise _make_config_error(message, f"{location}, {key}", f"it has {_IMPLEMENTATIONS}")
             implementations[kind] = tuple(names)
         key += "-custom"
         if key in document:
             prefixes = document[key] if isinstance(document[key], list) else [document[key]]
             if len(prefixes) != 1 or not isinstance(prefixes[0], str):
-                raise _refused(f"expected the prefix of `.et` files, got {document[key]!r:.40}", f"{where}, {key}")
+                raise _make_config_error(
+                    f"expected the prefix of `.et` files, got {document[key]!r:.40}", f"{location}, {key}"
+                )
             custom[kind] = prefixes[0]
     return AstraSimSystem(
-        implementations=implementations, custom=custom, source=where, notices=_notices(document, where), **values
+        implementations=implementations,
+        custom=custom,
+        source=location,
+        notices=_list_notices(document, location),
+        **values,
     )
 
 
-def _number(least: float, *types: type[int | float]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types) and not isinstance(value, bool) and least <= value < 2**31
+def _make_number_check(min_value: float, *types: type[int | float]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types) and not isinstance(value, bool) and min_value <= value < 2**31
 
 
 _KEYS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "preferred-dataset-splits": ("splits", _number(1, int), "a whole number of at least 1"),
-    "active-chunks-per-dimension": ("active_chunks", _number(1, int), "a whole number of at least 1"),
-    "endpoint-delay": ("endpoint_delay", _number(0, int), "a whole number of at least 0 (ns)"),
-    "local-reduction-delay": ("local_reduction_delay", _number(0, int), "a whole number of at least 0 (ns)"),
-    "local-mem-bw": ("local_mem_bw", _number(0, int, float), "a number of at least 0 (GB/s)"),
-    "peak-perf": ("peak_perf", _number(0, int, float), "a number of at least 0 (TFLOPS)"),
+    "preferred-dataset-splits": ("splits", _make_number_check(1, int), "a whole number of at least 1"),
+    "active-chunks-per-dimension": ("active_chunks", _make_number_check(1, int), "a whole number of at least 1"),
+    "endpoint-delay": ("endpoint_delay", _make_number_check(0, int), "a whole number of at least 0 (ns)"),
+    "local-reduction-delay": ("local_reduction_delay", _make_number_check(0, int), "a whole number of at least 0 (ns)"),
+    "local-mem-bw": ("local_mem_bw", _make_number_check(0, int, float), "a number of at least 0 (GB/s)"),
+    "peak-perf": ("peak_perf", _make_number_check(0, int, float), "a number of at least 0 (TFLOPS)"),
     "roofline-enabled": ("roofline", lambda value: value in (0, 1), "0 or 1"),
     "replay-only": ("replay_only", lambda value: value in (0, 1), "0 or 1"),
     "collective-optimization": (
@@ -243,7 +253,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 }  # fmt: skip
 
 
-def _notices(document: dict[str, Any], where: str) -> tuple[Notice, ...]:
+def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]:
     """What of a system has no effect."""
     read = {*_KEYS, *_WITHOUT_EFFECT, *(f"{name}-implementation{tail}" for name in KINDS for tail in ("", "-custom"))}
     ignored = [key for key in _IGNORED if document.get(key)]
@@ -253,15 +263,15 @@ def _notices(document: dict[str, Any], where: str) -> tuple[Notice, ...]:
     if ignored or unknown:
         keys = ", ".join(f"`{key}`" for key in (*ignored, *unknown))
         message = f"ASTRA-sim does not read {keys}: without effect"
-        notices.append(Notice("astra-sim-key-ignored", "info", message, len(ignored) + len(unknown), where=where))
+        notices.append(Notice("astra-sim-key-ignored", "info", message, len(ignored) + len(unknown), where=location))
     if bus:
         keys = ", ".join(f"`{key}`" for key in bus)
         message = f"the shared bus of an NPU is not simulated: {keys} without effect"
-        notices.append(Notice("astra-sim-bus-ignored", "warning", message, len(bus), where=where))
+        notices.append(Notice("astra-sim-bus-ignored", "warning", message, len(bus), where=location))
     return tuple(notices)
 
 
-def machine_of(network: AstraSimNetwork, system: AstraSimSystem | None = None) -> Machine:
+def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None) -> Machine:
     """The machine of a network YAML and a system JSON, for the mode `native`.
 
     Splits, endpoint delays and the order in which chunks are started have no counterpart there. Where dimensions use
@@ -279,8 +289,8 @@ def machine_of(network: AstraSimNetwork, system: AstraSimSystem | None = None) -
     rules = []
     for kind in KINDS.values():
         for implementation in system.implementations.get(kind, ())[:1]:
-            plain = re.sub(r"\d+$", "", implementation).removeprefix("one")
-            rules.append(AlgorithmRule(kind, _ALGORITHMS[plain[:1].lower() + plain[1:]]))
+            base_name = re.sub(r"\d+$", "", implementation).removeprefix("one")
+            rules.append(AlgorithmRule(kind, _ALGORITHMS[base_name[:1].lower() + base_name[1:]]))
     device = None
     if system.peak_perf and system.local_mem_bw:
         flops = dict.fromkeys(("fp32", "bf16", "fp16"), system.peak_perf * 1e12)

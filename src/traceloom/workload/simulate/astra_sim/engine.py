@@ -20,8 +20,8 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     CollectivePhase,
     Dimensions,
     Links,
-    too_long,
-    whole_ns,
+    convert_to_ns,
+    make_too_long_error,
 )
 from traceloom.workload.simulate.astra_sim.nodes import (
     COLLECTIVE,
@@ -33,24 +33,24 @@ from traceloom.workload.simulate.astra_sim.nodes import (
     Carried,
     Message,
     RankNodes,
-    group_ranks,
-    position_in,
+    find_group_ranks,
+    find_position,
 )
 from traceloom.workload.simulate.astra_sim.streams import (
+    CollectiveStream,
     Mailbox,
     NoRecurrenceError,
     RankQueues,
-    Stream,
     Transmit,
-    ends,
-    ends_by_message,
+    compute_phase_ends,
     is_rotation,
-    one_of_all,
+    simulate_messages,
+    simulate_synchronous,
 )
 
 Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> what each position does
 
-_MANY = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
+_MIN_ROTATION_MESSAGES = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
 
 
 @dataclass(eq=False, slots=True)
@@ -200,32 +200,32 @@ class AstraEngine:
                 self._issue(rank)
             self.clock.run()
         except OverflowError as error:  # of a time without end
-            raise too_long() from error
+            raise make_too_long_error() from error
 
     def _issue(self, rank: RunningRank) -> None:
         """Begin what is ready and has its slot free, in the order of ids."""
         action, busy = rank.nodes.action, rank.busy
-        chosen: list[int] = []
+        selected: list[int] = []
         for slot, ready in enumerate(rank.ready):
             if ready and busy[slot] < 0:
                 node = heappop(ready)
-                chosen.append(node)
+                selected.append(node)
                 while action[node] == SKIP and ready:
                     node = heappop(ready)
-                    chosen.append(node)
+                    selected.append(node)
                 while slot == NOTHING and ready:
-                    chosen.append(heappop(ready))
-        if len(chosen) > 1:
-            chosen.sort()
+                    selected.append(heappop(ready))
+        if len(selected) > 1:
+            selected.sort()
         now = self.clock.now
-        for node in chosen:
+        for node in selected:
             rank.begin_ns[node] = now
             rank.under_way += 1
             slot, kind = rank.nodes.slot[node], action[node]
             if slot != NOTHING:
                 busy[slot] = node
             if kind == TIMED:
-                if self._apart_in_time and len(chosen) == rank.under_way == 1 and not any(rank.ready):
+                if self._apart_in_time and len(selected) == rank.under_way == 1 and not any(rank.ready):
                     self._follow(rank, node)
                 else:
                     rank.queues.after(rank.nodes.duration_ns[node], rank.end, node)
@@ -234,33 +234,33 @@ class AstraEngine:
             elif kind == COLLECTIVE:
                 self._collective(rank, node)
             else:
-                message, own, ended = rank.nodes.messages[node], rank.nodes.rank, partial(self._end, rank, node)
+                message, own_rank, ended = rank.nodes.messages[node], rank.nodes.rank, partial(self._end, rank, node)
                 if kind == RECEIVE:
-                    self._mailbox.receive((message.tag, message.peer, own, message.size), ended)
+                    self._mailbox.receive((message.tag, message.peer, own_rank, message.size), ended)
                 else:
-                    key = (message.tag, own, message.peer, message.size)
+                    key = (message.tag, own_rank, message.peer, message.size)
                     took = rank.nodes.duration_ns[node] if self._recorded else None
-                    self._mailbox.send(key, own, message.peer, message.size, ended, took)
+                    self._mailbox.send(key, own_rank, message.peer, message.size, ended, took)
 
     def _follow(self, rank: RunningRank, node: int) -> None:
         """A node that takes a time, and those that come one after the other after it, where the rank does nothing else.
 
         Nothing can come between them, and only their end is an event.
         """
-        nodes, left = rank.nodes, rank.left
+        nodes, remaining = rank.nodes, rank.left
         first, follower, action, duration = nodes.first, nodes.follower, nodes.action, nodes.duration_ns
-        begin, time = node, self.clock.now
+        first_node, time = node, self.clock.now
         while first[node + 1] - first[node] == 1:
             after = follower[first[node]]
-            if left[after] != 1 or action[after] != TIMED:
+            if remaining[after] != 1 or action[after] != TIMED:
                 break
             time += duration[node]
             rank.end_ns[node] = rank.begin_ns[after] = time
-            left[after] = 0
+            remaining[after] = 0
             rank.ended += 1
             node = after
-        if nodes.slot[node] != nodes.slot[begin]:
-            rank.busy[nodes.slot[begin]] = -1
+        if nodes.slot[node] != nodes.slot[first_node]:
+            rank.busy[nodes.slot[first_node]] = -1
             rank.busy[nodes.slot[node]] = node if nodes.slot[node] != NOTHING else -1
         rank.queues.after(time - self.clock.now + duration[node], rank.end, node)
 
@@ -273,11 +273,11 @@ class AstraEngine:
             rank.busy[slot] = -1
         rank.under_way -= 1
         rank.ended += 1
-        left, follower = rank.left, nodes.follower
+        remaining, follower = rank.left, nodes.follower
         for k in range(nodes.first[node], nodes.first[node + 1]):
             after = follower[k]
-            left[after] -= 1
-            if not left[after]:
+            remaining[after] -= 1
+            if not remaining[after]:
                 heappush(rank.ready[nodes.slot[after]], after)
 
     def _end(self, rank: RunningRank, node: int) -> None:
@@ -288,32 +288,32 @@ class AstraEngine:
 
     # Messages
 
-    def _transmit(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
+    def _transmit(self, source: int, target: int, size: int, arrive: Callable[[Any], None], payload: Any) -> None:
         if self.links is None:
-            self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, what)
+            self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, payload)
         elif self._link_free is None:
-            self.links.send(source, target, size, arrive, what)
+            self.links.send(source, target, size, arrive, payload)
         else:
-            (there,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
-            self.clock.at(there, arrive, what)
+            (arrival_ns,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
+            self.clock.at(arrival_ns, arrive, payload)
 
     # Collectives
 
     def _collective(self, rank: RunningRank, node: int) -> None:
         message = rank.nodes.messages[node]
         label, group = self.group_of(message)
-        turn = rank.issued.get(label, 0)
-        rank.issued[label] = turn + 1
-        meeting = self.meetings.get((label, turn))
-        position = position_in(group, rank.nodes, node)
+        issue_index = rank.issued.get(label, 0)
+        rank.issued[label] = issue_index + 1
+        meeting = self.meetings.get((label, issue_index))
+        position = find_position(group, rank.nodes, node)
         algorithm = self._algorithms.get(message.kind)
         if meeting is None:
-            counts, begin, nodes, end = ([-1] * len(group) for _ in range(4))
-            chunks = [] if algorithm or self._recorded else self._chunks(message, len(group), whole=not label)
+            counts, begin_ns, nodes, end = ([-1] * len(group) for _ in range(4))
+            chunks = [] if algorithm or self._recorded else self._chunks(message, len(group), all_ranks=not label)
             meeting = Meeting(
-                label, turn, group, message.kind, message.size, chunks, rank.count, counts, begin, nodes, end
+                label, issue_index, group, message.kind, message.size, chunks, rank.count, counts, begin_ns, nodes, end
             )
-            self.meetings[label, turn] = meeting
+            self.meetings[label, issue_index] = meeting
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.counts[position] = rank.count
         if message.kind != meeting.kind:
@@ -324,8 +324,8 @@ class AstraEngine:
             or not (algorithm or chunks_of(message.kind, message.size) == chunks_of(message.kind, meeting.size))
         ):
             return  # each waits for what the others do not do: the run ends there, and says so
-        by_count = not label and not algorithm and not self._recorded
-        if by_count and rank.count != meeting.count:
+        matches_by_count = not label and not algorithm and not self._recorded
+        if matches_by_count and rank.count != meeting.count:
             return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
         meeting.came += 1
         if self._recorded:
@@ -338,7 +338,7 @@ class AstraEngine:
             # A rank's own position is that among the group's ranks in ascending order, its peers' in the group's order.
             Carried(
                 algorithm(len(group))[sorted(meeting.group).index(rank.nodes.rank)],
-                group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
+                find_group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
                 queues=rank.queues,
                 mailbox=self._mailbox,
                 done=lambda: self._done(rank, meeting, position),
@@ -354,7 +354,7 @@ class AstraEngine:
 
     def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
         """Name of a collective's group, empty for all ranks, and its ranks; the group's order counts for some ranks."""
-        members = group_ranks(message.group, self._groups, len(self.ranks))
+        members = find_group_ranks(message.group, self._groups, len(self.ranks))
         if members is None:
             return "", self._everybody
         return str(message.group), members if len(members) < len(self.ranks) else self._everybody
@@ -363,10 +363,10 @@ class AstraEngine:
         meeting.end_ns[position] = self.clock.now
         self._end(rank, meeting.node[position])
 
-    def _chunks(self, message: Message, ranks: int, *, whole: bool) -> list[list[CollectivePhase]]:
+    def _chunks(self, message: Message, ranks: int, *, all_ranks: bool) -> list[list[CollectivePhase]]:
         """The phases of each chunk of a collective; one of a group does not choose its dimensions."""
         count, chunk = self._dimensions.chunks(message.kind, message.size)
-        along = message.dimensions if whole else None
+        along = message.dimensions if all_ranks else None
         if not self._memory_rate:
             raise UsageError(
                 "the system file has no `local-mem-bw`, at which collectives reduce", slug="bad-astra-sim-config"
@@ -375,16 +375,16 @@ class AstraEngine:
 
     def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
         """Message by message."""
-        left = [len(meeting.chunks)]
+        remaining = [len(meeting.chunks)]
 
         def done() -> None:
-            left[0] -= 1
-            if not left[0]:
+            remaining[0] -= 1
+            if not remaining[0]:
                 self._done(rank, meeting, position)
 
         for number, phases in enumerate(meeting.chunks):
             tag = (meeting.name, meeting.turn, number)
-            stream = Stream(
+            stream = CollectiveStream(
                 rank.queues, self._mailbox, tag, meeting.group, phases, memory_rate=self._memory_rate, done=done
             )
             stream.proceed()
@@ -394,37 +394,37 @@ class AstraEngine:
         if self.links is None or meeting.apart or len(meeting.group) < len(self.ranks) or not self._rotates:
             return False
         ((phase,), *_) = meeting.chunks
-        return is_rotation(phase.schedule) and phase.schedule.messages > _MANY
+        return is_rotation(phase.schedule) and phase.schedule.messages > _MIN_ROTATION_MESSAGES
 
     def _rotate(self, meeting: Meeting) -> None:
         """Work a collective out on one rank, where all have begun it just now and no message is under way."""
         now = self.clock.now
         assert self.links is not None
         if set(meeting.begin_ns) == {now} and self.links.idle:
-            took, usage = one_of_all(self._fabric, meeting.chunks, self._memory_rate)
+            took, usage = simulate_synchronous(self._fabric, meeting.chunks, self._memory_rate)
             self.links.add(usage)
             self._end_at(meeting, np.full(len(meeting.group), now + took))
         else:
             meeting.apart = True
-            for position, begin in enumerate(meeting.begin_ns):
-                if begin >= 0:
+            for position, begin_ns in enumerate(meeting.begin_ns):
+                if begin_ns >= 0:
                     self._begin_chunks(self.ranks[meeting.group[position]], meeting, position)
 
     def _meet(self, meeting: Meeting) -> None:
         """All chunks of a collective whose ranks have all begun, one after the other."""
-        begin = np.array(meeting.begin_ns)
-        first = int(begin.min())
+        begin_ns = np.array(meeting.begin_ns)
+        first = int(begin_ns.min())
         phases = [phase for (phase,) in meeting.chunks]
         if self._link_free is not None:
-            end = self._chunk_after_chunk(phases, meeting.group, begin, self._own_links)
+            end = self._chunk_after_chunk(phases, meeting.group, begin_ns, self._own_links)
         else:
-            key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin - first).tobytes())
+            key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin_ns - first).tobytes())
             took = self._took.get(key)
             if took is None:
                 took = self._chunk_after_chunk(
                     phases,
                     meeting.group,
-                    begin - first,
+                    begin_ns - first,
                     lambda source, target, size, sent_ns: sent_ns + self._fabric.delays(source, target, size),
                 )
                 self._took[key] = took
@@ -432,19 +432,19 @@ class AstraEngine:
         self._end_at(meeting, end)
 
     def _chunk_after_chunk(
-        self, phases: Sequence[CollectivePhase], group: tuple[int, ...], begin: Ints, transmit: Transmit
+        self, phases: Sequence[CollectivePhase], group: tuple[int, ...], begin_ns: Ints, transmit: Transmit
     ) -> Ints:
         """When the ranks of a collective are done, which began at different times."""
         is_direct = any(phase.window for phase in phases)
         free = self._link_free.copy() if is_direct and self._link_free is not None else None
-        end, members = begin, np.array(group)
+        end, members = begin_ns, np.array(group)
         try:
             for phase in phases:
-                end = ends(phase, members, end, self._memory_rate, transmit)
+                end = compute_phase_ends(phase, members, end, self._memory_rate, transmit)
         except NoRecurrenceError:
             if free is not None:
                 self._link_free = free
-            end = ends_by_message(phases, group, begin, self._memory_rate, transmit)
+            end = simulate_messages(phases, group, begin_ns, self._memory_rate, transmit)
         return end
 
     def _end_at(self, meeting: Meeting, end_ns: Ints) -> None:
@@ -456,13 +456,13 @@ class AstraEngine:
     def _own_links(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
         """Over links of their own, each of which serves one message after the other."""
         assert self._link_free is not None
-        taken = np.maximum(sent_ns, self._link_free[source, target])
+        start_ns = np.maximum(sent_ns, self._link_free[source, target])
         occupied = size / self._fabric.bytes_per_ns(0)
-        self._link_free[source, target] = taken + whole_ns(occupied)
-        return taken + whole_ns(self._fabric.latencies[0] + occupied)
+        self._link_free[source, target] = start_ns + convert_to_ns(occupied)
+        return start_ns + convert_to_ns(self._fabric.latencies[0] + occupied)
 
 
-_MOST = 6
+_MAX_SENTENCES = 6
 
 
 def check_begun(engine: AstraEngine, delay_ns: int) -> None:
@@ -473,9 +473,9 @@ def check_begun(engine: AstraEngine, delay_ns: int) -> None:
         delay_ns: Of an endpoint: before the first message of a collective of all ranks.
     """
     for rank in engine.ranks:
-        own = rank.nodes
+        rank_nodes = rank.nodes
         for node in np.flatnonzero(np.frombuffer(rank.begin_ns, np.int64) == 0).tolist():
-            action, message = own.action[node], own.messages.get(node)
+            action, message = rank_nodes.action[node], rank_nodes.messages.get(node)
             at_once = rank.end_ns[node] == 0 and action != SKIP
             if message and action == COLLECTIVE:
                 at_once = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
@@ -483,7 +483,7 @@ def check_begun(engine: AstraEngine, delay_ns: int) -> None:
                 at_once |= not engine.links.occupied_ns(message.size)
             if at_once:
                 raise UsageError(
-                    f"{own.label(node)} of rank {own.rank} asks for what takes no time at the very beginning, where "
+                    f"{rank_nodes.label(node)} of rank {rank_nodes.rank} asks for what takes no time at the very beginning, where "
                     "ASTRA-sim stops",
                     slug="not-for-astra-sim",
                     hint="let it wait for a node of 1 us, or set endpoint-delay above 0",
@@ -499,15 +499,15 @@ def check_ended(engine: AstraEngine) -> None:
     if not open_ranks:
         return
     sentences: list[str] = []
-    seen: set[int] = set()
-    own = min(open_ranks)
-    while own in open_ranks and own not in seen and len(sentences) < _MOST:
-        seen.add(own)
-        sentence, awaited = _waits(engine, open_ranks[own])
-        sentences.append(f"rank {own}: {sentence}")
-        own = awaited
-    if own in seen and len(sentences) > 1:
-        sentences.append(f"and so to rank {own} again")
+    visited: set[int] = set()
+    current_rank = min(open_ranks)
+    while current_rank in open_ranks and current_rank not in visited and len(sentences) < _MAX_SENTENCES:
+        visited.add(current_rank)
+        description, awaited = _describe_wait(engine, open_ranks[current_rank])
+        sentences.append(f"rank {current_rank}: {description}")
+        current_rank = awaited
+    if current_rank in visited and len(sentences) > 1:
+        sentences.append(f"and so to rank {current_rank} again")
     count = len(open_ranks)
     raise CheckError(
         f"{count} of {len(engine.ranks)} ranks wait for ever: {'; '.join(sentences)}",
@@ -516,7 +516,7 @@ def check_ended(engine: AstraEngine) -> None:
     )
 
 
-def _waits(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
+def _describe_wait(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
     """What a rank waits in, and for which rank; -1 for none."""
     own_rank = rank.nodes.rank
     under_way = [node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]]
@@ -524,20 +524,23 @@ def _waits(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
         label, action = rank.nodes.label(node), rank.nodes.action[node]
         if action == COLLECTIVE:
             meeting = next(m for m in engine.meetings.values() if (own_rank, node) in zip(m.group, m.node, strict=True))
-            absent = [peer for peer, begin in zip(meeting.group, meeting.begin_ns, strict=True) if begin < 0]
+            absent = [peer for peer, begin_ns in zip(meeting.group, meeting.begin_ns, strict=True) if begin_ns < 0]
             if absent:
                 return f"{label} waits for rank {absent[0]}, which does not come to it", absent[0]
             for peer, other in zip(meeting.group, meeting.node, strict=True):
                 peer_nodes = engine.ranks[peer].nodes
-                ours, message = rank.nodes.messages[node], peer_nodes.messages[other]
-                if (message.kind, message.size) != (ours.kind, ours.size):
-                    here, there = (f"{m.kind} of {m.size:,} bytes" for m in (ours, message))
-                    return f"{label} is {here}, where rank {peer} does {there} in its {peer_nodes.label(other)}", peer
-            own = meeting.counts[meeting.group.index(own_rank)]
-            for peer, count in zip(meeting.group, meeting.counts, strict=True):
-                if not meeting.name and count != own:
+                own_message, message = rank.nodes.messages[node], peer_nodes.messages[other]
+                if (message.kind, message.size) != (own_message.kind, own_message.size):
+                    own_text, peer_text = (f"{m.kind} of {m.size:,} bytes" for m in (own_message, message))
                     return (
-                        f"{label} comes after {own} chunks of collectives, in rank {peer} after {count}, and "
+                        f"{label} is {own_text}, where rank {peer} does {peer_text} in its {peer_nodes.label(other)}",
+                        peer,
+                    )
+            own_count = meeting.counts[meeting.group.index(own_rank)]
+            for peer, count in zip(meeting.group, meeting.counts, strict=True):
+                if not meeting.name and count != own_count:
+                    return (
+                        f"{label} comes after {own_count} chunks of collectives, in rank {peer} after {count}, and "
                         "ASTRA-sim tells those of all ranks apart by that: give it a group of all ranks of its own"
                     ), peer
             return f"{label} waits for messages that do not come", -1

@@ -12,7 +12,7 @@ import polars as pl
 
 from traceloom.errors import InputError, UsageError
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.trace.array_types import Ints
 from traceloom.workload.simulate.astra_sim.streams import Mailbox, RankQueues
 
@@ -25,7 +25,7 @@ KINDS = {
     int(CollectiveCommType.ALL_TO_ALL): "all_to_all",
 }
 _BROADCAST = int(CollectiveCommType.BROADCAST)
-_NS = 1000  # of a microsecond
+_NS_PER_US = 1000  # of a microsecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RankNodes:
     """
 
     rank: int
-    table: NodeTable
+    table: NodeFrame
     row: Ints
     slot: Sequence[int]
     action: Sequence[int]
@@ -99,7 +99,7 @@ class RankNodes:
         return f"node {self.table.nodes['id'][row]} `{self.table.nodes['name'][row]}`"
 
 
-def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
+def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes:
     """Make a file ready.
 
     Raises:
@@ -109,20 +109,20 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
     ids = nodes["id"].to_numpy()
     order = np.argsort(ids, kind="stable")
     _refuse(table, np.flatnonzero(np.diff(ids[order]) == 0), order, "has an id that another node has, too")
-    action, slot = _actions(table, compute)
-    duration = _durations(table, compute)
+    action, slot = _classify_actions(table, compute)
+    duration = _compute_durations(table, compute)
     if compute.roofline:
-        of_gpu = slot == GPU
+        is_gpu = slot == GPU
         for name in ("num_ops", "tensor_size"):
-            _refuse(table, np.flatnonzero(of_gpu & nodes[name].is_null().to_numpy()), None, f"has no {name}")
-        action = np.where(of_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action)
+            _refuse(table, np.flatnonzero(is_gpu & nodes[name].is_null().to_numpy()), None, f"has no {name}")
+        action = np.where(is_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action)
     ranked = np.empty(len(order), np.int64)
     ranked[order] = np.arange(len(order))
     # Dependencies as pairs of positions in the order of ids, each pair once; a query of Polars would take longer.
     rows = np.concatenate([table.data.row, table.control.row])
     awaited = np.concatenate([table.data.id, table.control.id])
-    at = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
-    missing = ids[order][at] != awaited if len(order) else np.ones(len(awaited), np.bool_)
+    position = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
+    missing = ids[order][position] != awaited if len(order) else np.ones(len(awaited), np.bool_)
     if missing.any():
         lacking = int(np.flatnonzero(missing)[0])
         raise InputError(
@@ -131,9 +131,9 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
             where=table.path,
             hint="`traceloom validate --target astra-sim` lists everything",
         )
-    pairs = np.unique(at * len(order) + ranked[rows])
+    pairs = np.unique(position * len(order) + ranked[rows])
     source, target = pairs // max(len(order), 1), pairs % max(len(order), 1)
-    by_source = np.argsort(source, kind="stable")
+    source_order = np.argsort(source, kind="stable")
     return RankNodes(
         rank,
         table,
@@ -142,22 +142,22 @@ def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
         action[order].tolist(),
         duration[order].tolist(),
         np.bincount(target, minlength=len(order)).tolist(),
-        np.searchsorted(source[by_source], np.arange(len(order) + 1)).tolist(),
-        target[by_source].tolist(),
-        _messages(rank, table, order, action),
+        np.searchsorted(source[source_order], np.arange(len(order) + 1)).tolist(),
+        target[source_order].tolist(),
+        _build_messages(rank, table, order, action),
     )
 
 
-def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
+def _build_messages(rank: int, table: NodeFrame, order: Ints, action: Ints) -> dict[int, Message]:
     """What the nodes communicate, by their position in the order of ids."""
-    at = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
+    positions = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
     names = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "involved_dim")
-    rows = zip(*(table.nodes[name][order[at]].to_list() for name in names), strict=True)
+    rows = zip(*(table.nodes[name][order[positions]].to_list() for name in names), strict=True)
     messages = {}
-    for node, kind, row in zip(at.tolist(), action[order[at]].tolist(), rows, strict=True):
+    for node, kind, row in zip(positions.tolist(), action[order[positions]].tolist(), rows, strict=True):
         comm_type, size, source, target, tag, group, dimensions = row
         name = KINDS.get(comm_type, "") if kind == COLLECTIVE else ""
-        own, peer = (source, target) if kind == SEND else (target, source)
+        own_rank, peer = (source, target) if kind == SEND else (target, source)
         if kind == COLLECTIVE:
             # Of nothing ASTRA-sim makes chunks as small as they can be, but no all_gather.
             absent = size is None or size < 0 or (not size and name == "all_gather")
@@ -165,8 +165,8 @@ def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[in
             absent = size is None or size < 1
             if peer in (None, rank):
                 _refuse(table, order[[node]], None, "is a message to nobody else")
-            if own not in (None, rank):
-                _refuse(table, order[[node]], None, f"is a message of rank {own}")
+            if own_rank not in (None, rank):
+                _refuse(table, order[[node]], None, f"is a message of rank {own_rank}")
             if tag is None:
                 _refuse(table, order[[node]], None, "has no comm_tag")
         if absent:
@@ -177,7 +177,7 @@ def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[in
     return messages
 
 
-def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
+def _classify_actions(table: NodeFrame, compute: Compute) -> tuple[Ints, Ints]:
     nodes = table.nodes
     kind = nodes["type"].to_numpy()
     filled = nodes.select(pl.col("is_cpu_op").fill_null(value=False), pl.col("comm_type").fill_null(-1))
@@ -189,12 +189,12 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
         _refuse(table, np.flatnonzero(memory), None, "is of remote memory, which has no configuration")
     computes = kind == NodeType.COMP_NODE
     collective = kind == NodeType.COMM_COLL_NODE
-    is_done = np.logical_or.reduce([comm_type == each for each in (*KINDS, _BROADCAST)])
+    is_done = np.logical_or.reduce([comm_type == done_type for done_type in (*KINDS, _BROADCAST)])
     _refuse(table, np.flatnonzero(kind == NodeType.METADATA_NODE), None, "is metadata")
     if not compute.recorded:
         _refuse(table, np.flatnonzero(collective & ~is_done), None, "is a collective that ASTRA-sim does not do")
-        others = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | memory)
-        _refuse(table, np.flatnonzero(others), None, "is of a kind that ASTRA-sim does not know")
+        is_unknown = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | memory)
+        _refuse(table, np.flatnonzero(is_unknown), None, "is of a kind that ASTRA-sim does not know")
     replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
     action = np.select(
         [replayed, collective, kind == NodeType.COMM_SEND_NODE, kind == NodeType.COMM_RECV_NODE],
@@ -205,34 +205,34 @@ def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
     return action, slot
 
 
-def _durations(table: NodeTable, compute: Compute) -> Ints:
+def _compute_durations(table: NodeFrame, compute: Compute) -> Ints:
     """Recorded microseconds in ns; what is recorded as nothing takes 1 ns."""
     nodes = table.nodes
-    recorded: Ints = np.maximum(nodes["duration_us"].to_numpy().astype(np.int64) * _NS, 1)
+    recorded: Ints = np.maximum(nodes["duration_us"].to_numpy().astype(np.int64) * _NS_PER_US, 1)
     if not compute.roofline:
         return recorded
     peak, bandwidth = compute.roofline
     operations, size = (nodes[name].fill_null(0).to_numpy().astype(np.float64) for name in ("num_ops", "tensor_size"))
-    of_gpu = (nodes["type"] == NodeType.COMP_NODE).to_numpy() & ~nodes["is_cpu_op"].fill_null(value=False).to_numpy()
+    is_gpu = (nodes["type"] == NodeType.COMP_NODE).to_numpy() & ~nodes["is_cpu_op"].fill_null(value=False).to_numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         reach = np.minimum(operations / size * bandwidth, peak)
         modelled = np.where((size > 0) & (operations > 0), operations / reach * 1e9, 0.0)
-    duration: Ints = np.where(of_gpu, modelled.astype(np.int64), recorded)
+    duration: Ints = np.where(is_gpu, modelled.astype(np.int64), recorded)
     return duration
 
 
-def _refuse(table: NodeTable, wrong: Ints, order: Ints | None, why: str) -> None:
+def _refuse(table: NodeFrame, wrong: Ints, order: Ints | None, reason: str) -> None:
     if len(wrong):
         row = int(wrong[0] if order is None else order[wrong[0]])
         raise InputError(
-            f"node {table.nodes['id'][row]} `{table.nodes['name'][row]}` {why}",
+            f"node {table.nodes['id'][row]} `{table.nodes['name'][row]}` {reason}",
             slug="not-for-astra-sim",
             where=table.path,
             hint="`traceloom validate --target astra-sim` lists everything",
         )
 
 
-def group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int) -> tuple[int, ...] | None:
+def find_group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int) -> tuple[int, ...] | None:
     """The ranks of a node's group in the order of the group file, None for all ranks.
 
     Raises:
@@ -250,7 +250,7 @@ def group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ran
     return members
 
 
-def position_in(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
+def find_position(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
     """The position of a node's rank in the node's group.
 
     Raises:
@@ -287,7 +287,7 @@ def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
                 where=str(path),
                 hint=f"a group of {ranks} ranks needs {Path(prefix).name}.0.et to {Path(prefix).name}.{ranks - 1}.et",
             )
-        nodes = rank_nodes(position, read_table(path), Compute())
+        nodes = build_rank_nodes(position, read_table(path), Compute())
         for node, action in enumerate(nodes.action):
             if action not in {TIMED, SEND, RECEIVE}:
                 raise InputError(

@@ -25,8 +25,8 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     Event,
     Link,
     Links,
-    members_of,
-    whole_ns,
+    convert_to_ns,
+    get_members,
 )
 
 # Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced bytes), in their order.
@@ -34,33 +34,39 @@ Step = tuple[list[tuple[int, int]], list[tuple[int, int, int]]]
 
 
 @lru_cache(maxsize=64)
-def steps_of(schedule: Schedule) -> list[list[Step]]:
+def build_steps(schedule: Schedule) -> list[list[Step]]:
     """The rounds of each position in which it has a part; equal rounds are one object."""
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
-    made: dict[int, list[tuple[int, Step]]] = {}
+    steps_by_round: dict[int, list[tuple[int, Step]]] = {}
     for part in schedule.rounds:
-        if id(part) not in made:
-            made[id(part)] = _steps(part, schedule.ranks)
-        for position, step in made[id(part)]:
+        if id(part) not in steps_by_round:
+            steps_by_round[id(part)] = _split_round(part, schedule.ranks)
+        for position, step in steps_by_round[id(part)]:
             steps[position].append(step)
     return steps
 
 
-def _steps(part: Round, ranks: int) -> list[tuple[int, Step]]:
-    by_source, by_target = (np.argsort(ends, kind="stable") for ends in (part.source, part.target))
-    out = list(zip(part.target[by_source].tolist(), part.bytes[by_source].tolist(), strict=True))
-    into = list(zip(*(column[by_target].tolist() for column in (part.source, part.bytes, part.reduced)), strict=True))
-    of_source, of_target = (
-        np.searchsorted(ends, np.arange(ranks + 1)).tolist()
-        for ends in (part.source[by_source], part.target[by_target])
+def _split_round(part: Round, ranks: int) -> list[tuple[int, Step]]:
+    source_order, target_order = (np.argsort(endpoints, kind="stable") for endpoints in (part.source, part.target))
+    out = list(zip(part.target[source_order].tolist(), part.bytes[source_order].tolist(), strict=True))
+    incoming = list(
+        zip(*(column[target_order].tolist() for column in (part.source, part.bytes, part.reduced)), strict=True)
+    )
+    source_offsets, target_offsets = (
+        np.searchsorted(endpoints, np.arange(ranks + 1)).tolist()
+        for endpoints in (part.source[source_order], part.target[target_order])
     )
     return [
         (
             position,
-            (out[of_source[position] : of_source[position + 1]], into[of_target[position] : of_target[position + 1]]),
+            (
+                out[source_offsets[position] : source_offsets[position + 1]],
+                incoming[target_offsets[position] : target_offsets[position + 1]],
+            ),
         )
         for position in range(ranks)
-        if of_source[position] < of_source[position + 1] or of_target[position] < of_target[position + 1]
+        if source_offsets[position] < source_offsets[position + 1]
+        or target_offsets[position] < target_offsets[position + 1]
     ]
 
 
@@ -100,8 +106,8 @@ class Mailbox:
         else:
             self._awaited.setdefault(key, deque()).append(received)
 
-    def _arrive(self, what: tuple[Any, Callable[[], None] | None]) -> None:
-        key, sent = what
+    def _arrive(self, message: tuple[Any, Callable[[], None] | None]) -> None:
+        key, sent = message
         if sent:
             sent()
         awaited = self._awaited.get(key)
@@ -126,27 +132,27 @@ class RankQueues:
     rank: int
     clock: Clock
     width: int
-    waiting: dict[int, list[Stream]] = field(default_factory=dict)
+    waiting: dict[int, list[CollectiveStream]] = field(default_factory=dict)
     running: dict[int, int] = field(default_factory=dict)
     _events: dict[int, list[tuple[Event, Any]]] = field(default_factory=dict)
 
-    def after(self, delay_ns: int, event: Event, what: Any = None) -> None:
+    def after(self, delay_ns: int, event: Event, payload: Any = None) -> None:
         """Call `event(what)` after a time."""
         time = self.clock.now + delay_ns
         events = self._events.get(time)
         if events is None:
-            self._events[time] = [(event, what)]
+            self._events[time] = [(event, payload)]
             self.clock.at(time, self._run)
         else:
-            events.append((event, what))
+            events.append((event, payload))
 
     def _run(self, _: Any) -> None:
         now = self.clock.now
-        for event, what in self._events[now]:
-            event(what)
+        for event, payload in self._events[now]:
+            event(payload)
         del self._events[now]
 
-    def add(self, stream: Stream, dimension: int) -> None:
+    def add(self, stream: CollectiveStream, dimension: int) -> None:
         """A chunk asks for a dimension, after all others.
 
         Whatever the scheduling policy: it orders collectives, of which a rank does one at a time.
@@ -161,7 +167,7 @@ class RankQueues:
             queue[running].begin()
 
 
-class Stream:
+class CollectiveStream:
     """One rank's part of one chunk.
 
     Args:
@@ -192,27 +198,27 @@ class Stream:
 
     def proceed(self) -> None:
         """Leave the phase, if any, and ask for the next one."""
-        left = self._phase
+        previous_phase = self._phase
         if not self._phases:
             self._done()
-        if left is not None:
-            self._queues.waiting[left.dimension].remove(self)
+        if previous_phase is not None:
+            self._queues.waiting[previous_phase.dimension].remove(self)
         if self._phases:
             phase = self._phase = self._phases.popleft()
             self._queues.add(self, phase.dimension)
-        if left is not None:
-            self._queues.running[left.dimension] -= 1
-            self._queues.fill(left.dimension)
-        if self._phase is not left and self._phase is not None:
+        if previous_phase is not None:
+            self._queues.running[previous_phase.dimension] -= 1
+            self._queues.fill(previous_phase.dimension)
+        if self._phase is not previous_phase and self._phase is not None:
             self._queues.fill(self._phase.dimension)
 
     def begin(self) -> None:
         """The phase's turn has come."""
         phase = self._phase
         assert phase is not None
-        members = members_of(phase, self._queues.rank, self._group)
+        members = get_members(phase, self._queues.rank, self._group)
         self._ranks = members.tolist()
-        self._steps = steps_of(phase.schedule)[self._ranks.index(self._queues.rank)]
+        self._steps = build_steps(phase.schedule)[self._ranks.index(self._queues.rank)]
         self._step = self._arrived = self._free = self._sent = 0
         if phase.window:
             self._queues.after(phase.delay_ns, self._go_on, phase.window)
@@ -226,33 +232,33 @@ class Stream:
         if not self._steps:
             self.proceed()
             return
-        out, into = self._steps[self._step]
+        out, incoming = self._steps[self._step]
         self._free = 0
-        for k in range(max(len(out), len(into))):
+        for k in range(max(len(out), len(incoming))):
             if k < len(out):
                 self._send(*out[k])
-            if k < len(into):
-                self._receive(*into[k])
-        if not into:
+            if k < len(incoming):
+                self._receive(*incoming[k])
+        if not incoming:
             self._next()
 
-    def _go_on(self, more: int) -> None:
+    def _go_on(self, free_slots: int) -> None:
         """The next messages of a window in which there is room for so many more.
 
         The second step begins once all messages of the first have arrived, reduced or not.
         """
         phase = self._phase
         assert phase is not None
-        self._free += more
-        others = phase.schedule.ranks - 1
-        count = others * len(self._steps)
+        self._free += free_slots
+        peer_count = phase.schedule.ranks - 1
+        count = peer_count * len(self._steps)
         while self._free and self._sent < count:
-            step, k = divmod(self._sent, others)
-            if self._arrived < step * others:
+            step, k = divmod(self._sent, peer_count)
+            if self._arrived < step * peer_count:
                 break
-            out, into = self._steps[step]
+            out, incoming = self._steps[step]
             self._send(*out[k])
-            self._receive(*into[k])
+            self._receive(*incoming[k])
             self._sent += 1
             self._free -= 1
         if self._sent == count and self._free == phase.window:
@@ -305,30 +311,30 @@ class NoRecurrenceError(Exception):
     """The order of events decides: rounds for all ranks at once cannot say it."""
 
 
-def ends_by_message(
+def simulate_messages(
     phases: Sequence[CollectivePhase], group: tuple[int, ...], begin_ns: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
     """When each rank is done with all chunks of a collective, message by message; arguments as of `ends`."""
     clock = Clock()
     end = begin_ns.copy()
 
-    def send(source: int, target: int, size: int, arrive: Event, what: Any) -> None:
-        (there,) = transmit(*(np.array([k]) for k in (source, target, size, clock.now))).tolist()
-        clock.at(there, arrive, what)
+    def send(source: int, target: int, size: int, arrive: Event, payload: Any) -> None:
+        (arrival_ns,) = transmit(*(np.array([k]) for k in (source, target, size, clock.now))).tolist()
+        clock.at(arrival_ns, arrive, payload)
 
     mailbox = Mailbox(clock, send)
 
     def begin(position: int) -> None:
         queues = RankQueues(group[position], clock, 1)
-        left = [len(phases)]
+        remaining = [len(phases)]
 
         def done() -> None:
-            left[0] -= 1
-            if not left[0]:
+            remaining[0] -= 1
+            if not remaining[0]:
                 end[position] = clock.now
 
         for number, phase in enumerate(phases):
-            Stream(queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done).proceed()
+            CollectiveStream(queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done).proceed()
 
     for position, time in enumerate(begin_ns.tolist()):
         clock.at(time, begin, position)
@@ -336,7 +342,9 @@ def ends_by_message(
     return end
 
 
-def ends(phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit) -> Ints:
+def compute_phase_ends(
+    phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit
+) -> Ints:
     """When each rank is done with one phase of one chunk.
 
     Args:
@@ -350,12 +358,12 @@ def ends(phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: flo
         NoRecurrenceError: It must be done message by message.
     """
     schedule, delay = phase.schedule, phase.delay_ns
-    ready = begin_ns + np.where(_sends_first(schedule), delay, 0)
+    ready = begin_ns + np.where(_find_first_senders(schedule), delay, 0)
     if phase.window:
-        return _all_to_all_twice(phase, members, ready, memory_rate, transmit)
+        return _compute_all_to_all_ends(phase, members, ready, memory_rate, transmit)
     for part in schedule.rounds:
-        there = transmit(members[part.source], members[part.target], part.bytes, ready[part.source])
-        have = np.maximum(there, ready[part.target]) + delay + _reduction(part, memory_rate)
+        arrival_ns = transmit(members[part.source], members[part.target], part.bytes, ready[part.source])
+        have = np.maximum(arrival_ns, ready[part.target]) + delay + _compute_reduction_ns(part, memory_rate)
         if len(part.target) == schedule.ranks and (np.bincount(part.target, minlength=schedule.ranks) == 1).all():
             after = np.empty_like(ready)
             after[part.target] = have
@@ -367,7 +375,7 @@ def ends(phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: flo
 
 
 @lru_cache(maxsize=64)
-def _sends_first(schedule: Schedule) -> Bools:
+def _find_first_senders(schedule: Schedule) -> Bools:
     """Places that send in the first round in which they have a part."""
     first = np.full(schedule.ranks, len(schedule.rounds))
     sends = first.copy()
@@ -379,30 +387,30 @@ def _sends_first(schedule: Schedule) -> Bools:
     return at_once
 
 
-def _reduction(part: Round, memory_rate: float) -> Ints:
+def _compute_reduction_ns(part: Round, memory_rate: float) -> Ints:
     """What reducing takes: the message is read twice and written once."""
-    reading = whole_ns(part.reduced / memory_rate * 1e9)
+    reading = convert_to_ns(part.reduced / memory_rate * 1e9)
     return 3 * reading
 
 
-def _all_to_all_twice(
+def _compute_all_to_all_ends(
     phase: CollectivePhase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
     """Two rounds of everybody to everybody; the second one begins once all of the first has arrived."""
     ranks = phase.schedule.ranks
     first, second = phase.schedule.rounds
-    near, far = (column.reshape(ranks - 1, ranks) for column in (first.source, first.target))  # by distance
-    there = transmit(members[first.source], members[first.target], first.bytes, ready[first.source])
+    senders, receivers = (column.reshape(ranks - 1, ranks) for column in (first.source, first.target))  # by distance
+    arrival_ns = transmit(members[first.source], members[first.target], first.bytes, ready[first.source])
     arrived = np.empty((ranks - 1, ranks), np.int64)
-    np.put_along_axis(arrived, far, np.maximum(there, ready[first.target]).reshape(near.shape), axis=1)
-    have = np.sort(arrived, axis=0) + phase.delay_ns + _reduction(first, memory_rate)[0]
+    np.put_along_axis(arrived, receivers, np.maximum(arrival_ns, ready[first.target]).reshape(senders.shape), axis=1)
+    have = np.sort(arrived, axis=0) + phase.delay_ns + _compute_reduction_ns(first, memory_rate)[0]
     last = arrived.max(axis=0)
     begun = np.where(have >= last, have, np.iinfo(np.int64).max).min(axis=0)
     sent = np.maximum(have, begun)  # the k-th message of each position
-    source_sent = np.take_along_axis(sent, near, axis=1).ravel()
-    there = transmit(members[second.source], members[second.target], second.bytes, source_sent)
-    posted = np.take_along_axis(sent, far, axis=1).ravel()
-    done = np.maximum(there, posted) + phase.delay_ns + _reduction(second, memory_rate)
+    source_sent = np.take_along_axis(sent, senders, axis=1).ravel()
+    arrival_ns = transmit(members[second.source], members[second.target], second.bytes, source_sent)
+    posted = np.take_along_axis(sent, receivers, axis=1).ravel()
+    done = np.maximum(arrival_ns, posted) + phase.delay_ns + _compute_reduction_ns(second, memory_rate)
     if (have == last).any() or (done < have[-1][second.target]).any():
         raise NoRecurrenceError  # what comes first at one time matters, or what comes back early makes room to send
     end: Ints = have[-1].copy()
@@ -413,32 +421,34 @@ def _all_to_all_twice(
 @lru_cache(maxsize=64)
 def is_rotation(schedule: Schedule) -> bool:
     """Whether all ranks send the same, each to the ranks at the same distances."""
-    seen: set[int] = set()
+    seen_rounds: set[int] = set()
     for part in schedule.rounds:
-        if id(part) in seen:
+        if id(part) in seen_rounds:
             continue
-        seen.add(id(part))
+        seen_rounds.add(id(part))
         if len(part.source) % schedule.ranks:
             return False
-        by_source = np.argsort(part.source, kind="stable").reshape(schedule.ranks, -1)
-        if (part.source[by_source] != np.arange(schedule.ranks)[:, np.newaxis]).any():
+        source_order = np.argsort(part.source, kind="stable").reshape(schedule.ranks, -1)
+        if (part.source[source_order] != np.arange(schedule.ranks)[:, np.newaxis]).any():
             return False
         for column in ((part.target - part.source) % schedule.ranks, part.bytes, part.reduced):
-            rows = column[by_source]
+            rows = column[source_order]
             if (rows != rows[0]).any():
                 return False
     return True
 
 
 @lru_cache(maxsize=64)
-def _of_first(schedule: Schedule) -> Schedule:
+def _select_first_position(schedule: Schedule) -> Schedule:
     """The messages of position 0; equal rounds stay one."""
-    made = {}
+    selected_rounds = {}
     for part in schedule.rounds:
-        if id(part) not in made:
-            own = (part.source == 0) | (part.target == 0)
-            made[id(part)] = Round(part.source[own], part.target[own], part.bytes[own], part.reduced[own])
-    return Schedule(schedule.ranks, tuple(made[id(part)] for part in schedule.rounds))
+        if id(part) not in selected_rounds:
+            is_first = (part.source == 0) | (part.target == 0)
+            selected_rounds[id(part)] = Round(
+                part.source[is_first], part.target[is_first], part.bytes[is_first], part.reduced[is_first]
+            )
+    return Schedule(schedule.ranks, tuple(selected_rounds[id(part)] for part in schedule.rounds))
 
 
 class _OneRank(Links):
@@ -453,7 +463,7 @@ class _OneRank(Links):
         ]
 
 
-def one_of_all(
+def simulate_synchronous(
     fabric: AnalyticalNetwork, chunks: list[list[CollectivePhase]], memory_rate: float
 ) -> tuple[int, dict[Link, list[int]]]:
     """How long a collective takes that all ranks begin at once, and what it does to each link.
@@ -469,22 +479,24 @@ def one_of_all(
     clock, ranks = Clock(), fabric.sizes[0]
     links = _OneRank(fabric, clock)
 
-    def transmit(source: int, target: int, size: int, arrive: Arrive, what: Any) -> None:
-        (tag, _, _, _), sent = what
+    def transmit(source: int, target: int, size: int, arrive: Arrive, payload: Any) -> None:
+        (tag, _, _, _), sent = payload
         links.send(source, target, size, arrive, ((tag, (source - target) % ranks, source, size), sent))
 
-    left = [len(chunks)]
+    remaining = [len(chunks)]
     queues = RankQueues(0, clock, 1)
     mailbox = Mailbox(clock, transmit)
 
     def done() -> None:
-        left[0] -= 1
-        if not left[0]:
-            left.append(clock.now)
+        remaining[0] -= 1
+        if not remaining[0]:
+            remaining.append(clock.now)
 
-    for number, own in enumerate(chunks):
-        phases = [replace(phase, schedule=_of_first(phase.schedule)) for phase in own]
-        stream = Stream(queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done)
+    for number, chunk_phases in enumerate(chunks):
+        phases = [replace(phase, schedule=_select_first_position(phase.schedule)) for phase in chunk_phases]
+        stream = CollectiveStream(
+            queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done
+        )
         stream.proceed()
     clock.run()
     usage = {
@@ -492,4 +504,4 @@ def one_of_all(
         for (a, b), values in links.usage.items()
         for shift in range(ranks)
     }
-    return left[1], usage
+    return remaining[1], usage
