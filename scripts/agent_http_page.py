@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "agent-http.
 _INTRODUCTION = """\
 # HTTP interface of the agent
 
-<!-- Written by scripts/agent_http_page.py from src/traceloom/agent/http; do not edit. -->
+<!-- Written by scripts/agent_http_page.py from src/traceloom/agent/handlers; do not edit. -->
 
 Over the unix socket, and over TCP where `tcp.address` is set. Answers are JSON; `/api/v1/openapi.json` describes them
 as OpenAPI 3.1. A refusal is `{"error": {"slug": ..., "message": ..., "hint": ...}}`. Times end in `_ns`: nanoseconds

@@ -16,9 +16,11 @@ from types import ModuleType
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api"
 PAGES = {
     "traceloom": ("traceloom",),
+    "trace": ("traceloom.trace",),
     "analyze": ("traceloom.analyze", "traceloom.analyze.gate"),
-    "model": ("traceloom.model",),
-    "link": ("traceloom.link", "traceloom.retime", "traceloom.simulate"),
+    "graph": ("traceloom.graph",),
+    "changes": ("traceloom.changes",),
+    "simulate": ("traceloom.workload.simulate",),
     "testing": ("traceloom.testing",),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PATH = Path(__file__).parents[1] / "src" / "traceloom" / "replay" / "composite_ops.txt"
+PATH = Path(__file__).parents[1] / "src" / "traceloom" / "workload" / "replay" / "composite_ops.txt"
 
 
 def composite_ops() -> list[str]:

@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-metri
 _INTRODUCTION = """\
 # Metrics of the fleet's service
 
-<!-- Written by scripts/fleet_metrics_page.py from src/traceloom/collect/metrics.py; do not edit. -->
+<!-- Written by scripts/fleet_metrics_page.py from src/traceloom/fleet/service/service.py; do not edit. -->
 
 What `traceloom serve` has under `/metrics`, for Prometheus with a token of a viewer. What is not known is absent, never
 0: an object store does not say how full it is, and hosts, devices, jobs and traces are known by the service that leads

@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-table
 _INTRODUCTION = f"""\
 # Tables of the fleet
 
-<!-- Written by scripts/fleet_tables_page.py from src/traceloom/store/schemas.py; do not edit. -->
+<!-- Written by scripts/fleet_tables_page.py from src/traceloom/fleet/store/schema.py; do not edit. -->
 
 What the fleet's service keeps for months, in `tables/` of its store: Delta tables, which Polars, Spark, Trino or others
 read. Each is partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not known is null.

@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "pages.md"
 _TEXT = f"""\
 # Pages
 
-<!-- Written by scripts/portal_page.py from src/traceloom/portal; do not edit. -->
+<!-- Written by scripts/portal_page.py from src/traceloom/fleet/portal; do not edit. -->
 
 The pages of `traceloom serve`, at the address that it prints. [Traces on a page](../tutorials/portal.md) goes through
 them; [Keep captures of a fleet](../how-to/serve.md#pages) says who may sign in. Which page shows what one may want to

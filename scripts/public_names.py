@@ -1,4 +1,4 @@
-"""Writes src/traceloom/anonymize/public_names.txt: what everybody may know, since it is PyTorch's own vocabulary.
+"""Writes public_names.txt of traceloom.workload.anonymize: names that everybody may know, since they are PyTorch's own.
 
 Needs an installed torch; run it when a new version is supported. Names of earlier versions stay in the file.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-PAGE = Path(__file__).resolve().parents[1] / "src" / "traceloom" / "anonymize" / "public_names.txt"
+PAGE = Path(__file__).resolve().parents[1] / "src" / "traceloom" / "workload" / "anonymize" / "public_names.txt"
 _WORD = re.compile(r"[A-Za-z_]\w*|\d+")
 
 

@@ -1,7 +1,7 @@
 """Write the published schemas and the page of all columns; a test looks that it was done.
 
 docs/reference/report.schema.json gets the shapes of the report's sections; it and memory.schema.json the description of
-every value from `traceloom.model.columns`; docs/reference/report-columns.md the same as tables. Lists and objects, and
+every value from `traceloom.trace.columns`; docs/reference/report-columns.md the same as tables. Lists and objects, and
 what is not of a section, are written in the schemas by hand. src/traceloom/report/documents/ has the same shapes as
 types.
 """

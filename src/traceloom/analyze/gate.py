@@ -1,8 +1,6 @@
-"""Conditions, verdict, causes, how many runs it takes.
+"""Is the new run worse than the base, or is it chance? Verdicts with intervals, on one run or on several of each side.
 
 Exact definitions: docs/concepts/verdicts.md.
-
-Names are loaded when they are first used.
 
 Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.4: two groups of equal size.
 """
@@ -28,10 +26,12 @@ from traceloom.analyze.gate_statistics import (
     estimate_within_runs,
     get_statistic,
 )
-from traceloom.analyze.gate_summary import RunSummary
+from traceloom.analyze.gate_summary import RunSummary, summarise
 from traceloom.errors import UsageError
 from traceloom.trace.array_types import Floats
 from traceloom.trace.frames import Result, build_schema
+
+__all__ = ["FAIL", "INCONCLUSIVE", "PASS", "Condition", "RunSummary", "Verdict", "judge", "parse", "summarise"]
 
 SCALARS = {
     "step_time": "time",

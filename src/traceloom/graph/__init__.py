@@ -1,4 +1,4 @@
-"""Face of today's `link` and `retime`.
+"""One graph of all ranks, host and device: how it is made from traces, and new times for it.
 
 Names are loaded when they are first used: who needs a table of this package does not load the linker.
 """
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from traceloom.graph.calibrate import class_delays as class_delays
     from traceloom.graph.evaluate import ABSENT as ABSENT
     from traceloom.graph.evaluate import Plan as Plan
+    from traceloom.graph.graph import Graph as Graph
     from traceloom.graph.law import Law as Law
     from traceloom.graph.law import law as law
     from traceloom.graph.linking import Linked as Linked
@@ -24,6 +25,7 @@ lazy(
     __name__,
     {
         "ABSENT": ".evaluate",
+        "Graph": ".graph",
         "Law": ".law",
         "Linked": ".linking",
         "Plan": ".evaluate",

@@ -246,8 +246,11 @@ def test_events_of_one_rank_are_the_nodes_of_that_rank() -> None:
     assert not select_event_nodes(graph, 0, pl.Series([], dtype=pl.Int64)).any()
 
 
-def test_the_sweep_of_changes_is_a_function_whatever_is_imported() -> None:
-    import traceloom.simulate.sweep_points
-    import traceloom.simulate.sweeps
+def test_public_functions_are_not_hidden_by_modules_of_their_name() -> None:
+    import traceloom.changes.whatif
+    import traceloom.workload.simulate.calibrate
+    import traceloom.workload.simulate.sweep
 
-    assert callable(traceloom.simulate.sweep)
+    assert callable(traceloom.changes.whatif)
+    assert callable(traceloom.changes.sweep)
+    assert callable(traceloom.workload.simulate.calibrate)
